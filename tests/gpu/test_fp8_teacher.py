@@ -13,6 +13,7 @@ import torch
 from transformers import NemotronHConfig, NemotronHForCausalLM
 
 from tests.support.gpu.layout_runs import KEYS, launch, row, write_models
+from tests.support.gpu.rank_server import ROOT, rank_server
 
 pytestmark = [
     pytest.mark.gpu,
@@ -90,3 +91,38 @@ def test_in_fp8_the_teacher_says_nearly_the_same_in_half_the_memory(name: str, t
     assert seen["kd"] > 0, "nothing was rounded"
     saved = (plain[-1]["peak_memory_gib"] - rounded[-1]["peak_memory_gib"]) * 2**30
     assert saved == pytest.approx(IN_LAYERS[name], rel=0.15)
+
+
+def states(folder: Path, name: str, ranks: int, *flags: str) -> torch.Tensor:
+    """Hidden states of the teacher in `folder`, as tests/support/gpu/teacher_states.py writes them."""
+    words = ["--kd-teacher-hf", str(folder / "teacher"), "--kd-student-hf", str(folder / "student")]
+    words += ["--kd-ratio", "0.5", "--data-path", str(folder / "text"), "--split", "100,0,0"]
+    words += ["--tokenizer-type", "NullTokenizer"]
+    words += ["--seq-length", str(LENGTH), "--micro-batch-size", "2", "--global-batch-size", "4"]
+    words += ["--train-iters", "8", "--lr", "1e-3", "--eval-iters", "0", "--eval-interval", "8"]
+    server = rank_server(frozenset({"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NVIDIA_TF32_OVERRIDE": "0"}.items()))
+    file, script = folder / f"{name}.pt", str(ROOT / "tests/support/gpu/teacher_states.py")
+    status, output = server.run([script, *words, *flags], folder / f"{name}.log", ranks, STATES=str(file))
+    assert status == 0, output[-6000:]
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_shards_are_rounded_as_finely_as_whole_weights(tmp_path: Path) -> None:
+    """Each shard of a weight has a scale of its own, and a sequence that is gathered in FP8 has one scale: a shard with
+    the scale of another rank would be far off."""
+    write_inputs(tmp_path, "llama")
+    sharded = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+    exact = states(tmp_path, "fp32", 1)
+    error = {
+        name: ((states(tmp_path, name, ranks, *flags) - exact).norm() / exact.norm()).item()
+        for name, ranks, *flags in (
+            ("bf16", 1, "--bf16"),
+            ("bf16, TP2", 2, "--bf16", *sharded),
+            ("FP8", 1, "--bf16", "--kd-teacher-dtype", "fp8"),
+            ("FP8, TP2", 2, "--bf16", "--kd-teacher-dtype", "fp8", *sharded),
+        )
+    }
+    print(error)
+    assert error["bf16, TP2"] <= 1.1 * error["bf16"] < 0.2 * error["FP8"]
+    assert error["FP8, TP2"] <= 1.1 * error["FP8"]
