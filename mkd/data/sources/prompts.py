@@ -141,7 +141,7 @@ class PromptParser:
                     f"{where}: a text in prompt is continued as it is, without system: write both as messages"
                 )
             require_unicode(record["prompt"], f"{where}: prompt")
-            return Prompt(record["prompt"], tuple(self.tokenizer(record["prompt"])["input_ids"]), teacher, where)
+            return Prompt(record["prompt"], self._text_tokens(record["prompt"]), teacher, where)
         conversation = Conversation.parse(line, where)
         messages = _without_answers(conversation.messages)
         if not messages:
@@ -153,6 +153,18 @@ class PromptParser:
         text = self._template.text(conversation, prompt=True)
         tokens = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         return Prompt(text, tokens, teacher, where, conversation)
+
+    def _text_tokens(self, text: str) -> tuple[int, ...]:
+        """The tokens of a text to continue, with those that the tokenizer puts before texts, such as <s>."""
+        tokens = self.tokenizer(text)["input_ids"]
+        return tuple(tokens[: len(tokens) - self._tokens_behind])
+
+    @cached_property
+    def _tokens_behind(self) -> int:
+        """Number of tokens that the tokenizer puts behind texts, such as </s>: a text that ends is not continued."""
+        bare, whole = (self.tokenizer("a", add_special_tokens=given)["input_ids"] for given in (False, True))
+        behind = range(len(whole) - len(bare), -1, -1)
+        return next((n for n in behind if whole[len(whole) - n - len(bare) : len(whole) - n] == bare), 0)
 
 
 def _without_answers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,16 +1,19 @@
 """Files of --kd-sample-prompts."""
 
+import copy
 import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from mkd.data.sources.prompts import SAMPLES, end_tokens, read_prompts, require_known_tokens
 from mkd.errors import MkdDataError
 from mkd.utils.pretrained import load_tokenizer
 from tests.support.chats import FORGETFUL, MARKED, PLAIN, chat_tokenizer
+from tests.support.tokenizers_of_kinds import transformers_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +46,18 @@ def test_texts_and_conversations(tokenizer: Any, tmp_path: Path) -> None:
     assert read_prompts(str(tmp_path / "bom.jsonl"), tokenizer, 100) == [chat, chat]
     ids = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_dict=True)["input_ids"]
     assert list(chat.tokens) == ids
+
+
+@pytest.mark.parametrize(("single", "before"), [("$A </s>", []), ("<s> $A </s>", ["<s>"]), ("<s> $A", ["<s>"])])
+def test_a_text_does_not_end_before_it_is_continued(tmp_path: Path, single: str, before: list[str]) -> None:
+    """Some tokenizers put an end token behind every text."""
+    tokenizer = copy.deepcopy(transformers_tokenizer("metaspace_bpe"))
+    ids = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<s>", "</s>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=ids)
+    path = write(tmp_path / "p.jsonl", {"prompt": "The class"}, {"prompt": "a </s>"}, *([{"prompt": ""}] * len(before)))
+    for prompt in read_prompts(path, tokenizer, 100):
+        words = tokenizer.tokenize(prompt.text, add_special_tokens=False)
+        assert tokenizer.convert_ids_to_tokens(prompt.tokens) == [*before, *words]
 
 
 @pytest.mark.parametrize(
