@@ -1,5 +1,6 @@
 """Rows that the student writes: which they are, and their masks."""
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from mkd.rollout.interface import Decoding, Delivery, Request, WrittenText
 from mkd.rollout.on_policy import OnPolicy
 from mkd.rollout.rows import WrittenRowOptions, WrittenRows
 from mkd.rollout.stop_strings import StopStrings
+from tests.support.tokenizers_of_kinds import transformers_tokenizer
 
 LENGTH = 16
 
@@ -196,6 +198,18 @@ def test_stop_strings() -> None:
     decoding = Decoding(9, frozenset({1}), 5, 1, 9, stops=StopStrings(("end",), tokenizer))
     ends = {(): False, (0,): False, (0, 1): True, (0, 2): True, (3, 4): True, (3, 0, 4): False}
     assert {new: decoding.ends(new) for new in ends} == ends
+
+
+@pytest.mark.parametrize("kind", ["byte_bpe", "unigram", "metaspace_bpe"])
+def test_a_stop_string_is_found_behind_any_character(kind: str) -> None:
+    """Its characters, and those before it, may be several byte tokens each."""
+    tokenizer = transformers_tokenizer(kind)
+    for before, stop in itertools.product(
+        ("", "a", "\u00e9", "\u20ac", "\U0001f600", "e\u0301"), ("\U0001f600", "\n\n", "\u20ac.")
+    ):
+        tokens = tokenizer(3 * before + stop, add_special_tokens=False)["input_ids"]
+        assert StopStrings((stop,), tokenizer).end(tokens), (before, stop)
+        assert before == stop or not StopStrings((stop,), tokenizer).end(tokens[:-1]), (before, stop)
 
 
 def replaced(sample: dict, packed: bool, teacher: int = -1, **options: Any) -> dict:
