@@ -61,6 +61,20 @@ def check_same_sizes(hf: HFFolder, folder: MegatronFolder) -> None:
         )
 
 
+def check_length(folder: MegatronFolder, length: int) -> None:
+    """Refuse sequences of `length` tokens that are longer than the model's positions. No weight is read.
+
+    Raises:
+        MkdConfigError: --length is beyond the last position.
+    """
+    positions = getattr(folder.args, "max_position_embeddings", None)
+    if positions is not None and length > positions:
+        raise MkdConfigError(
+            f"--length {length} is longer than the {positions} positions of {folder.flag} {folder.path} "
+            f"(max_position_embeddings): give at most {positions}"
+        )
+
+
 def _sizes(args: Mapping[str, Any]) -> dict[str, int]:
     """Label -> value of the sizes in Megatron arguments."""
     experts, ffn, heads = args.get("num_experts") or 0, args["ffn_hidden_size"], args["num_attention_heads"]
@@ -88,7 +102,7 @@ def tokens_of_text(hf: HFFolder, text: Path, rows: int, length: int) -> Tensor:
     ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
     rows = min(rows, len(ids) // length)
     if rows == 0:
-        raise MkdConfigError(f"--text {text} has {len(ids)} tokens, fewer than one row of {length}")
+        raise MkdConfigError(f"--text {text} has {len(ids)} tokens, fewer than one row of --length {length}")
     return ids[: rows * length].view(rows, length)
 
 

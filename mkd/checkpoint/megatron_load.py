@@ -1,8 +1,9 @@
 """Loads a Megatron `torch_dist` checkpoint, saved in any layout, into the parameters of a frozen model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -38,13 +39,21 @@ def load_megatron_weights(chunks: Sequence[nn.Module], folder: MegatronFolder) -
         raise folder.error(f"the weights do not load ({error})") from error
     missing, _ = model.load_state_dict(loaded, strict=False)
     if counts := count_infinite(model.named_parameters()):
-        raise folder.error(
-            f"{listed(counts)} are infinite in {name_of(next(model.parameters()).dtype)}: if the checkpoint "
-            "stores them in a wider dtype, give --kd-teacher-dtype bf16 or fp32; otherwise its training overflowed"
-        )
+        raise folder.error(_infinite(counts, next(model.parameters()).dtype))
     missing = [name for name in missing if not name.endswith("_extra_state")]
     if missing:
         raise folder.error(f"no weights for {', '.join(missing)}")
+
+
+def _infinite(counts: Mapping[str, int], dtype: torch.dtype) -> str:
+    """A message about infinite values in a model's dtype."""
+    found = f"{listed(counts)} are infinite in {name_of(dtype)}"
+    if dtype == torch.float32:
+        return f"{found}: its training overflowed"
+    return (
+        f"{found}: if the checkpoint stores them in a wider dtype, give --kd-teacher-dtype bf16 or fp32; otherwise its "
+        "training overflowed"
+    )
 
 
 # The norm before a mixture of experts, as megatron-core 0.19 saves it from Transformer Engine's and from local layers

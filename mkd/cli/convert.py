@@ -72,9 +72,10 @@ def verify_command(args: argparse.Namespace) -> None:
     """Compare the logits of a Hugging Face folder and a Megatron checkpoint on the same tokens.
 
     Raises:
-        MkdError: the models have different sizes, or the logits differ by more than --tolerance.
+        MkdError: the models have different sizes, --length is beyond their positions, or the logits differ by more
+            than --tolerance.
     """
-    from mkd.checkpoint.compare import check_same_sizes, compare, random_tokens, tokens_of_text
+    from mkd.checkpoint.compare import check_length, check_same_sizes, compare, random_tokens, tokens_of_text
     from mkd.checkpoint.hf.check import check_tensors, read_architecture
     from mkd.checkpoint.hf.folder import HFFolder
     from mkd.checkpoint.megatron_folder import MegatronFolder
@@ -89,6 +90,7 @@ def verify_command(args: argparse.Namespace) -> None:
         tokens = random_tokens(hf, args.rows, args.length)
     else:
         tokens = tokens_of_text(hf, args.text, args.rows, args.length)
+    check_length(folder, args.length)
     found = compare(hf, folder, tokens)
     print(f"{found.tokens} tokens, fp32: max error of a logit {found.max_error:.3g}, mean error {found.mean_error:.3g}")
     print("perplexity: {:.6g} (Hugging Face), {:.6g} (Megatron)".format(*found.perplexities))

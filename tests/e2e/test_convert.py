@@ -201,12 +201,22 @@ def test_verify_of_equal_and_different_models(folders, tmp_path):
     [
         (("--rows", "0"), "--rows is 0"),
         (("--text", "absent.txt"), "--text absent.txt does not exist"),
+        (("--length", "97"), "--length 97 is longer than the 96 positions of --load "),
     ],
 )
 def test_verify_names_a_flag(folders, words, message):
     original, checkpoint = folders["untied fp32 in shards"]
     done = convert("verify", "--load", checkpoint, "--hf", original, *words)
     assert (done.status, message in done.errors) == (1, True), done.errors
+
+
+def test_verify_of_infinite_weights_names_no_flag_of_a_training(tmp_path):
+    original = make_llama(tmp_path / "hf", num_hidden_layers=1)
+    change_weights(original, {"model.norm.weight": read_weights(original)["model.norm.weight"] * torch.inf})
+    import_hf(HFFolder(original, "--hf"), tmp_path / "megatron")
+    done = convert("verify", "--load", tmp_path / "megatron", "--hf", original, "--length", 8)
+    assert (done.status, done.errors.rstrip().endswith("are infinite in float32: its training overflowed")) == (1, True)
+    assert "--kd-" not in done.errors
 
 
 def test_verify_of_models_of_different_size(folders):

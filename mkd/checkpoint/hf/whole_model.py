@@ -75,7 +75,10 @@ class WholeModel:
         if known is None:
             return None
         what = f"the text model of a {known.architecture}"
-        remedy = "give the folder that the training began with, whose vision tower the export copies, in --base"
+        remedy = (
+            "give the folder that the training began with, whose vision tower the export copies, in --base of mkd "
+            "convert export"
+        )
         record = checkpoint.assets_dir / WHOLE_MODEL
         if not record.is_file():
             raise checkpoint.error(f"it is {what}, and {record.parent.name}/{WHOLE_MODEL} is missing: {remedy}")

@@ -150,7 +150,7 @@ def _files_of_folder(folder: Path, where: str, contents: Collection[Content]) ->
         pattern = f"{_SPLIT.match(first)[0]}*{Path(first).suffix}"
         raise MkdDataError(
             f"{where} has files of several splits ({', '.join(splits)}): name those of one by a glob in quotes, such "
-            f"as '{folder}/{pattern}' in --train-data-path, and the others in --valid-data-path"
+            f"as '{folder}/{pattern}' (mkd train: in --train-data-path, and the others in --valid-data-path)"
         )
     return files
 
@@ -183,8 +183,8 @@ def _only_split(folder: Path, where: str) -> Path:
         raise MkdDataError(f"{where}: {folder / 'dataset_dict.json'} lists no splits: save the data set again")
     if len(splits) > 1:
         raise MkdDataError(
-            f"{where} has the splits {', '.join(splits[:_NAMED])}: name one, such as {folder / splits[0]}, with "
-            "--train-data-path, and another one with --valid-data-path"
+            f"{where} has the splits {', '.join(splits[:_NAMED])}: name one, such as {folder / splits[0]} "
+            "(mkd train: with --train-data-path, and another one with --valid-data-path)"
         )
     inner = folder / splits[0]
     if not inner.is_dir() or (inner / "dataset_dict.json").exists():

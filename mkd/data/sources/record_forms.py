@@ -149,8 +149,8 @@ def form_of(record: Mapping[str, Any], form: DataForm | None, where: str) -> Dat
         return form
     if len(found) > 1:
         raise MkdDataError(
-            f"{where}: keys of several forms ({', '.join(found)}; keys there: {_listed(keys)}): name the one to read "
-            "with --kd-data-format"
+            f"{where}: keys of several forms ({', '.join(found)}; keys there: {_listed(keys)}): keep those of one, or "
+            "in --data-path of mkd train name the one to read with --kd-data-format"
         )
     if not found:
         raise MkdDataError(

@@ -81,7 +81,9 @@ def test_saved_data_sets(tmp_path: Path) -> None:
     write_saved(whole / "train", [{"n": 1}, {"n": 2}, {"n": 3}])
     assert records_of(whole) == records_of(whole / "train") == [{"n": 1}, {"n": 2}, {"n": 3}]
     (whole / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(MkdDataError, match=rf"has the splits train, test: name one, such as {whole}/train, with"):
+    with pytest.raises(
+        MkdDataError, match=rf"has the splits train, test: name one, such as {whole}/train \(mkd train: with"
+    ):
         records_of(whole)
 
 
@@ -114,7 +116,8 @@ def test_folders_that_do_not_say_what_is_meant(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     write_data(tmp_path / "none/text", [[1, 2]])
     for name, message in {
-        "splits": r"of several splits \(train, validation\): name those of one by a glob in quotes, such as '.*/valid",
+        "splits": r"of several splits \(train, validation\): name those of one by a glob in quotes, such "
+        r"as '.*/valid.*' \(mkd train: in --train-data-path, ",
         "kinds": r"of several kinds \(\.jsonl, \.parquet\), which may hold the same data: name one kind by a glob",
         "deep": r"is a folder without data files: name one of its folders \(data\), or give a glob in quotes",
         "none": "token files are named by their PREFIX, such as .*/none/text$",

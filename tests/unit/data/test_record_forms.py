@@ -144,8 +144,8 @@ REFUSED = {
     "message": ({"role": "user", "content": "a"}, "put its messages into a list under messages"),
     "ambiguous": (
         {"conversations": [], "instruction": "a", "output": "b"},
-        r"keys of several forms \(sharegpt, alpaca; keys there: conversations, instruction, output\): name the one to "
-        "read with --kd-data-format",
+        r"keys of several forms \(sharegpt, alpaca; keys there: conversations, instruction, output\): "
+        "keep those of one, or in --data-path of mkd train name the one to read with --kd-data-format",
     ),
     "images": ({**sharegpt(talk("a", "b")), "image": "a.png"}, "line 1: the record has image, and models here read"),
     "image part": (
