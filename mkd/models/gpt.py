@@ -38,10 +38,9 @@ def gpt_config(args: Namespace) -> GPTModelConfig:
         # megatron-core 0.19's fused activation of gpt-oss clamps before it adds the bias, which grouped experts add
         # themselves.
         args = Namespace(**{**vars(args), "bias_gelu_fusion": False})
-    has_grouped_biases = args.num_experts is not None and args.moe_grouped_gemm and args.add_bias_linear
-    if has_grouped_biases or _adds_only(args):
+    if args.num_experts is not None and args.moe_grouped_gemm and args.add_bias_linear:
         # Megatron refuses to build grouped experts with biases (gpt-oss) otherwise. The fusion is its default, and a
-        # teacher has the student's choice of kernels. An addition alone takes the host ten times as long if compiled.
+        # teacher has the student's choice of kernels.
         args = Namespace(**{**vars(args), "bias_dropout_fusion": False})
     try:
         config = gpt_config_from_args(args)
@@ -53,12 +52,6 @@ def gpt_config(args: Namespace) -> GPTModelConfig:
     _apply_options(config, LayerOptions.of(args))
     ModelOptions.of(args).apply(config)
     return config
-
-
-def _adds_only(args: Namespace) -> bool:
-    """True if layers add their outputs to the residual without biases and dropout."""
-    has_biases = args.add_bias_linear or ModelOptions.of(args).attention_output_bias
-    return not has_biases and args.hidden_dropout == 0.0
 
 
 def _apply_options(config: GPTModelConfig, options: LayerOptions) -> None:

@@ -102,16 +102,6 @@ def test_other_experts_keep_the_fusion(other: str) -> None:
     assert gpt_config(args).transformer.bias_dropout_fusion is True
 
 
-@pytest.mark.parametrize(
-    ("changes", "dropout"),
-    [({}, 0.0), ({"add_bias_linear": True}, 0.0), ({"attention_output_bias": True}, 0.0), ({}, 0.1)],
-)
-def test_an_addition_alone_is_not_compiled(changes: dict[str, bool], dropout: float) -> None:
-    args = arguments(hidden_dropout=dropout)
-    vars(args).update({"bias_dropout_fusion": True, "add_bias_linear": False, "bias_gelu_fusion": False, **changes})
-    assert gpt_config(args).transformer.bias_dropout_fusion == (bool(changes) or dropout > 0)
-
-
 def test_softcap_of_the_logits() -> None:
     assert logit_scale(gpt_config(arguments(logit_softcap=30.0)).transformer) == (1.0, 30.0)
     assert logit_scale(gpt_config(arguments()).transformer) == (1.0, None)
