@@ -23,6 +23,8 @@ class ArgRole(Flag):
     compute another model without a message."""
     LAYOUT = auto()
     """A parallel size: the teacher has the student's or its own."""
+    STAGES = auto()
+    """Divides the student's layers unevenly among its pipeline stages; those of a teacher are even."""
     SHARED = auto()
     """Determines kernels and ranks: the teacher has the student's value. Includes every `LAYOUT`."""
     RUN_CHOICE = auto()
@@ -57,11 +59,12 @@ class MegatronArg:
 
 
 _SHAPE, _MEANING, _ADOPTED, _LAYOUT = ArgRole.SHAPE, ArgRole.MEANING, ArgRole.ADOPTED, ArgRole.LAYOUT | ArgRole.SHARED
-_SHARED, _CHECKED, _MODEL, _COMPUTE, _TRAINING = (
+_SHARED, _CHECKED, _MODEL, _COMPUTE, _STAGES, _TRAINING = (
     ArgRole.SHARED,
     ArgRole.CHECKED_BY_LAYOUT,
     ArgRole.MODEL,
     ArgRole.COMPUTE,
+    ArgRole.COMPUTE | ArgRole.STAGES,
     ArgRole.TRAINING,
 )
 
@@ -203,11 +206,11 @@ _PARALLELISM = (
     MegatronArg("virtual_pipeline_model_parallel_size", _COMPUTE, frozen=None),
     MegatronArg("num_layers_per_virtual_pipeline_stage", _COMPUTE, without_student=None),
     MegatronArg("num_virtual_stages_per_pipeline_rank", _COMPUTE, without_student=None),
-    MegatronArg("pipeline_model_parallel_layout", _COMPUTE, frozen=None, without_student=None),
-    MegatronArg("decoder_first_pipeline_num_layers", _COMPUTE, frozen=None, without_student=None),
-    MegatronArg("decoder_last_pipeline_num_layers", _COMPUTE, frozen=None, without_student=None),
-    MegatronArg("account_for_embedding_in_pipeline_split", _COMPUTE, frozen=False, without_student=False),
-    MegatronArg("account_for_loss_in_pipeline_split", _COMPUTE, frozen=False, without_student=False),
+    MegatronArg("pipeline_model_parallel_layout", _STAGES, frozen=None, without_student=None),
+    MegatronArg("decoder_first_pipeline_num_layers", _STAGES, frozen=None, without_student=None),
+    MegatronArg("decoder_last_pipeline_num_layers", _STAGES, frozen=None, without_student=None),
+    MegatronArg("account_for_embedding_in_pipeline_split", _STAGES, frozen=False, without_student=False),
+    MegatronArg("account_for_loss_in_pipeline_split", _STAGES, frozen=False, without_student=False),
     MegatronArg("overlap_p2p_comm", _COMPUTE, frozen=False),
     MegatronArg("tp_comm_overlap", _COMPUTE, frozen=False, without_student=False),
     MegatronArg("tensor_parallel_num_weight_shards", _COMPUTE, frozen=None),

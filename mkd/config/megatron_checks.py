@@ -10,6 +10,7 @@ from mkd import cpu
 from mkd.config.epochs import iterations_are_unknown
 from mkd.config.fp8_teacher import MIN_FP8_CAPABILITY
 from mkd.config.kd_config import KDConfig, LayerPair
+from mkd.config.megatron_arg_names import ArgRole, names_with
 from mkd.errors import MkdConfigError, MkdPackageError
 
 REQUIRED: dict[str, tuple[tuple[str, ...], str]] = {
@@ -224,6 +225,7 @@ def check_student(args: Namespace) -> None:
     """Refuse parallel sizes that do not divide the student."""
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     check_divisions("the student", vars(args), tp, pp)
+    check_first_and_last_stage(args)
     check_attention_heads("the student", vars(args), args)
 
 
@@ -575,11 +577,39 @@ def check_divisions(model: str, sizes: Mapping[str, Any], tp: int, pp: int, pref
             raise MkdConfigError(
                 f"{prefix}tensor-model-parallel-size {tp} does not divide the {size} {what} of {model}"
             )
-    uneven = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout")
     layers = sizes["num_layers"]
-    if layers and layers % pp and all(sizes.get(name) is None for name in uneven):
+    if layers and layers % pp and has_even_stages(sizes):
         raise MkdConfigError(
             f"{prefix}pipeline-model-parallel-size {pp} does not divide the {layers} layers of {model}"
+        )
+
+
+def has_even_stages(sizes: Mapping[str, Any]) -> bool:
+    """True if no flag divides the layers unevenly among pipeline stages; `sizes` by Megatron argument name."""
+    return all(sizes.get(name) in (None, False) for name in names_with(ArgRole.STAGES))
+
+
+def check_first_and_last_stage(args: Namespace) -> None:
+    """Refuse numbers of layers of the student's first and last pipeline stage that leave the others an uneven number,
+    or none."""
+    given = {
+        flag: layers
+        for flag, layers in (
+            ("--decoder-first-pipeline-num-layers", args.decoder_first_pipeline_num_layers),
+            ("--decoder-last-pipeline-num-layers", args.decoder_last_pipeline_num_layers),
+        )
+        if layers is not None
+    }
+    if not given or not args.num_layers:
+        return
+    size, total = args.pipeline_model_parallel_size, args.num_layers
+    stages, layers = size - len(given), total - sum(given.values())
+    fits = layers >= stages and layers % stages == 0 if stages > 0 else stages == layers == 0
+    if min(given.values()) < 1 or not fits:
+        flags = " and ".join(f"{flag} {value}" for flag, value in given.items())
+        raise MkdConfigError(
+            f"{flags}: {layers} of the student's {total} layers are left for the {max(stages, 0)} other stages of "
+            f"--pipeline-model-parallel-size {size}; every stage needs at least one layer, and the others equally many"
         )
 
 

@@ -19,6 +19,7 @@ from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.load import load_hf_weights
 from mkd.config.lora import LoraOptions
+from mkd.config.megatron_arg_names import ArgRole, names_with
 from mkd.distributed.groups import Groups
 from mkd.job.memory.parameters import adapters_of_stage
 from mkd.models import shared_weights
@@ -224,11 +225,7 @@ def shared_storage(rank: int, world_size: int, root: Path) -> dict[str, Any]:
 ONE_STAGE = {
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
-    "pipeline_model_parallel_layout": None,
-    "decoder_first_pipeline_num_layers": None,
-    "decoder_last_pipeline_num_layers": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
+    **dict.fromkeys(names_with(ArgRole.STAGES)),
 }
 
 

@@ -12,7 +12,7 @@ import torch
 
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_arg_names import ArgRole, names_with
-from mkd.config.megatron_checks import check_divisions, length_multiple
+from mkd.config.megatron_checks import check_divisions, has_even_stages, length_multiple
 from mkd.config.teacher_args import (
     check_teacher_divides,
     check_teacher_layout,
@@ -221,9 +221,8 @@ def _signals_on_host(work: Workload) -> Workload | None:
 def _double(name: str) -> Callable[[Workload], Workload | None]:
     def change(work: Workload) -> Workload | None:
         student = work.student
-        uneven = ("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers")
-        uneven += ("decoder_last_pipeline_num_layers", "virtual_pipeline_model_parallel_size")
-        if name == "pipeline_model_parallel_size" and any(getattr(student, other) is not None for other in uneven):
+        is_divided = student.virtual_pipeline_model_parallel_size is not None or not has_even_stages(vars(student))
+        if name == "pipeline_model_parallel_size" and is_divided:
             return None
         return _with_layout(work, **{name: 2 * getattr(student, name)})
 

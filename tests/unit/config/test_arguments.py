@@ -241,6 +241,8 @@ def test_microbatches_of_virtual_stages(changes, message):
 TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
 TE = "transformer_impl"
 CP, HIERARCHY = "context_parallel_size", "hierarchical_context_parallel_sizes"
+FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+FLAG_OF_FIRST = "--decoder-first-pipeline-num-layers"
 
 
 @pytest.mark.parametrize(
@@ -256,7 +258,10 @@ CP, HIERARCHY = "context_parallel_size", "hierarchical_context_parallel_sizes"
         {"global_batch_size": 3, "rampup_batch_size": ["2", "2", "8"]},
         {"global_batch_size": None},
         {"max_position_embeddings": None},
-        {"world_size": 5, PP: 5, "decoder_first_pipeline_num_layers": 2},
+        {"world_size": 5, PP: 5, FIRST: 2},
+        {"world_size": 2, PP: 2, LAST: 1},
+        {"world_size": 2, PP: 2, FIRST: 5, LAST: 1},
+        {"world_size": 5, PP: 5, "num_layers": 9, "account_for_loss_in_pipeline_split": True},
         {"num_layers": None, "hidden_size": None, "num_attention_heads": None},
     ],
     ids=str,
@@ -292,6 +297,12 @@ def test_layouts_that_fit(changes):
             {"world_size": 4, CP: 4, "seq_length": 32, "global_batch_size": 2, "cp_comm_type": ["a2a"]},
             ["--cp-comm-type a2a", "the student has 6 attention heads", "1 * 4"],
         ),
+        ({"world_size": 3, PP: 3, LAST: 1}, ["--decoder-last-pipeline-num-layers 1: 5 of", "for the 2 other stages"]),
+        ({"world_size": 2, PP: 2, LAST: 6}, ["--decoder-last-pipeline-num-layers 6: 0 of", "at least one layer"]),
+        ({"world_size": 2, PP: 2, LAST: 7}, ["--decoder-last-pipeline-num-layers 7: -1 of the student's 6 layers"]),
+        ({"world_size": 2, PP: 2, FIRST: 4, LAST: 1}, [f"{FLAG_OF_FIRST} 4 and --decoder-last-pipeline", "0 other"]),
+        ({"world_size": 2, PP: 2, FIRST: 0}, [f"{FLAG_OF_FIRST} 0: 6 of"]),
+        ({LAST: 1}, ["--decoder-last-pipeline-num-layers 1: 5 of", "for the 0 other stages"]),
         ({TP: 0}, ["--tensor-model-parallel-size is 0"]),
         ({EP: -1}, ["--expert-model-parallel-size is -1"]),
     ],

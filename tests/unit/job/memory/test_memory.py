@@ -37,6 +37,7 @@ from mkd.teacher.waiting_states import ON_DEVICE
 from tests.support.memory_jobs import llama_arguments
 
 TP, PP, VP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+LAST = "decoder_last_pipeline_num_layers"
 CP, DP, SP = "context_parallel_size", "data_parallel_size", {"sequence_parallel": True}
 
 
@@ -44,7 +45,7 @@ def stages_of(kd: dict[str, Any] | None = None, on_gpu: bool = True, **changes: 
     """The models of tests/gpu/test_layouts.py: teacher of 0.9e9, student of 0.2e9 parameters."""
     shape = {"padded_vocab_size": 32000, "seq_length": 1024, "micro_batch_size": 2, "global_batch_size": 16, **changes}
     student = llama_arguments(8, 1024, 2816, 16, 4, True, **shape)
-    teacher = llama_arguments(16, 2048, 5632, 16, 8, False, **{**shape, VP: None})
+    teacher = llama_arguments(16, 2048, 5632, 16, 8, False, **{**shape, VP: None, LAST: None})
     return estimate(Workload(student, [teacher], KDConfig(teacher_hf=["T"], ratio=0.5, **(kd or {})), on_gpu))
 
 
@@ -285,8 +286,26 @@ def test_stages_of_a_pipeline():
     args.virtual_pipeline_model_parallel_size = None
     args.pipeline_model_parallel_size, args.pipeline_model_parallel_layout = 2, "Et*3|t*5L"
     assert [chunks_of_stage(args, stage) for stage in (0, 1)] == [[range(3)], [range(3, 8)]]
+    args.pipeline_model_parallel_size, args.pipeline_model_parallel_layout = 4, None
+    args.decoder_last_pipeline_num_layers = 2
+    assert [chunks_of_stage(args, stage) for stage in range(4)] == [[range(2 * n, 2 * n + 2)] for n in range(4)]
+    args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers = 3, 1
+    assert [chunks_of_stage(args, stage) for stage in range(4)] == [
+        *([range(3)], [range(3, 5)], [range(5, 7)], [range(7, 8)])
+    ]
     args.global_batch_size = 1
     assert in_flight(args, 0) == 1
+
+
+def test_stages_with_different_numbers_of_layers():
+    """The first stage has the layers that the last one has not, times its microbatches in flight; those of the teacher
+    are even."""
+    (even, last_even), (first, last) = (stages_of(**{PP: 2, LAST: layers}) for layers in (None, 2))
+    assert first.most(ACTIVATIONS) == even.most(ACTIVATIONS) * 6 / 4
+    layer = (even.held[WEIGHTS] - 2 * 32000 * 1024) / 4
+    assert first.held[WEIGHTS] == even.held[WEIGHTS] + 2 * layer
+    assert last.held[WEIGHTS] == last_even.held[WEIGHTS] - 2 * layer
+    assert (first.held[TEACHER], last.held[TEACHER]) == (even.held[TEACHER], last_even.held[TEACHER])
 
 
 def test_fullest_stage_and_allowances():

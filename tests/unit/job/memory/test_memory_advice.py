@@ -12,6 +12,7 @@ from mkd.job.memory.advice import CHANGES, advise, needed
 from tests.support.memory_jobs import llama_arguments
 
 TP, DP = "tensor_model_parallel_size", "data_parallel_size"
+LAST = "decoder_last_pipeline_num_layers"
 
 
 def work(**changes: Any) -> Workload:
@@ -88,6 +89,10 @@ def test_impossible_layouts_are_not_advised():
     assert "tensor-model" not in flags and "pipeline-model" not in flags and "context-parallel-size 2" in flags
     flags = [advice.flags for advice in advise(work(seq_length=4098), 1e15)[0]]
     assert "--kd-teacher-tensor-model-parallel-size 2" in flags, "with sequence parallelism"
+    for uneven in ({"num_layers": 15, "account_for_loss_in_pipeline_split": True}, {LAST: 5}):
+        student = work(pipeline_model_parallel_size=2, **{DP: 4}, **uneven).student
+        divided = " ".join(advice.flags for advice in advise(replace(run, student=student), 1e15)[0])
+        assert "context-parallel-size 2" in divided and "pipeline-model" not in divided, uneven
     alone = replace(run, teachers=[])
     assert "--kd-teacher-offload" not in " ".join(advice.flags for advice in advise(alone, 1e15)[0])
 
