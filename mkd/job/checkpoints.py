@@ -211,6 +211,7 @@ _OPTIMIZER_LAYOUT = (
     "virtual_pipeline_model_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
+    *names_with(ArgRole.STAGES),
 )
 
 

@@ -144,6 +144,11 @@ LAYOUT = dict(
     virtual_pipeline_model_parallel_size=None,
     expert_model_parallel_size=1,
     expert_tensor_parallel_size=1,
+    pipeline_model_parallel_layout=None,
+    decoder_first_pipeline_num_layers=None,
+    decoder_last_pipeline_num_layers=None,
+    account_for_embedding_in_pipeline_split=False,
+    account_for_loss_in_pipeline_split=False,
 )
 
 
