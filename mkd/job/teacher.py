@@ -13,6 +13,7 @@ from mkd.checkpoint.source import EnsembleSource, ModelSource, TeacherSource
 from mkd.config.check_list import Sink
 from mkd.config.fp8_teacher import check_fp8_teacher
 from mkd.config.kd_config import KDConfig
+from mkd.config.megatron_checks import has_even_stages
 from mkd.config.teacher_args import (
     check_teacher_divides,
     check_teacher_graph,
@@ -374,7 +375,9 @@ def is_model_of(spec: TeacherSpec, student: ModelSource | None, args: Namespace,
         return False
     if kd.teacher_offload or spec.cross is not None or has_own_layout(spec.args, args):
         return False
-    if args.virtual_pipeline_model_parallel_size is not None or spec.config.transformer.fp8:
+    if args.virtual_pipeline_model_parallel_size is not None or not has_even_stages(vars(args)):
+        return False
+    if spec.config.transformer.fp8:
         return False
     same_dtype = spec.config.params_dtype == args.params_dtype
     return same_dtype and spec.true_vocab == student.vocab_size and spec.stored_fingerprint == student.fingerprint()

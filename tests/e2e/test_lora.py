@@ -69,11 +69,11 @@ def merged(job: SmallJob, trained: tuple[Path, Result]) -> Path:
     return job.root / "merged"
 
 
-def measured(job: SmallJob, **changes: Any) -> Result:
+def measured(job: SmallJob, ranks: int = 1, **changes: Any) -> Result:
     """A job that saves nothing but its metrics."""
     file = job.root / "measured.jsonl"
     file.unlink(missing_ok=True)
-    return run(job.flags({**LORA, "--kd-metrics-file": file, **changes}))
+    return run(job.flags({**LORA, "--kd-metrics-file": file, **changes}), ranks)
 
 
 def losses(result: Result) -> list[tuple[float, float]]:
@@ -219,6 +219,11 @@ def test_student_and_teacher_share_one_copy(job: SmallJob) -> None:
     assert "shared with the teacher" not in apart.output
     assert losses(shared) == losses(apart)
     assert losses(shared)[1][0] != losses(shared)[0][0]
+    stages = {"--pipeline-model-parallel-size": 2, "--decoder-last-pipeline-num-layers": 1}
+    uneven = measured(job, 2, **same, **stages)  # the teacher's stages are even, so it holds other layers on each rank
+    assert uneven.status == 0, uneven.errors
+    assert "shared with the teacher" not in uneven.output
+    assert losses(uneven) == [pytest.approx(step, rel=1e-5) for step in losses(shared)]
 
 
 def test_inspect(trained: tuple[Path, Result], peft_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
