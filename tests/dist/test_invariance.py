@@ -33,6 +33,7 @@ TABLE = {
     "packed": (1, Layout(), PACKED),
     "tp2-sp": (2, Layout(tp=2, sp=True, mbs=4), KD_ONLY),
     "pp2-vp2": (2, Layout(pp=2, vp=2), OWN_MASK),
+    "pp2-3-and-1-layers": (2, Layout(pp=2, last=1), replace(BOTH, masks="differ", tied=False)),
     "cp2": (2, Layout(cp=2), UNEVEN),
     "dp2": (2, Layout(mbs=1), UNEVEN),
     "ep2": (2, Layout(ep=2, dist_opt=True), EXPERTS),

@@ -90,10 +90,13 @@ def test_resume_is_bit_equal(job: SmallJob, six_steps: tuple[Path, Result], tmp_
     assert_same_weights(save, resumed)
 
 
-def test_saved_under_pp2_resumed_under_tp2(job: SmallJob, six_steps: tuple[Path, Result], tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [TP2, {**PP2, "--decoder-last-pipeline-num-layers": 1}], ids=["TP2", "PP2, 3 and 1"])
+def test_saved_under_pp2_resumed_in_another_layout(
+    job: SmallJob, six_steps: tuple[Path, Result], tmp_path: Path, layout: dict[str, Any]
+) -> None:
     save, whole = six_steps
     resumed = cut_back(save, tmp_path / "save", 3)
-    result = trained(job, {**SIX, **TP2, "--save": resumed, "--load": resumed}, ranks=2)
+    result = trained(job, {**SIX, **layout, "--save": resumed, "--load": resumed}, ranks=2)
     for seen, expected in zip(steps(result)[3:], steps(whole)[3:], strict=True):
         for key in ("loss", "ce", "kd", "grad_norm"):
             assert seen[key] == pytest.approx(expected[key], rel=1e-5), (seen["iteration"], key)

@@ -96,6 +96,8 @@ class Layout:
     pp: int = 1
     cp: int = 1
     vp: int = 1
+    last: int | None = None
+    """Layers of the student's last pipeline stage; None if all stages have equally many. Those of the teacher do."""
     ep: int = 1
     etp: int | None = None
     """Expert-tensor-parallel size; None is `tp`."""
@@ -265,6 +267,7 @@ def model_arguments(
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
         virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
+        decoder_last_pipeline_num_layers=layout.last,
         overlap_p2p_comm=layout.vp > 1,
         variable_seq_lengths=layout.variable,
         expert_model_parallel_size=layout.ep,
@@ -491,7 +494,7 @@ def build_model_teacher(
     """
     sizes = models.teacher
     own = layout if layout.teacher is None else replace(layout.teacher, variable=layout.variable)
-    own = replace(own, vp=1, ep=own.ep if "num_experts" in sizes else 1)
+    own = replace(own, vp=1, last=None, ep=own.ep if "num_experts" in sizes else 1)
     config = gpt_config(model_arguments(sizes, own, tied, *vocab))
     load = partial(fill, salt=salt)
     if models.folder:
