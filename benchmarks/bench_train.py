@@ -21,10 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
+from threading import Event, Thread
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -44,9 +46,12 @@ from mkd.job.doctor.findings import Findings
 from mkd.job.doctor.run import Launch, examine
 from mkd.job.memory import estimate, fullest
 from mkd.job.memory_table import workload
+from tests.support.gpu.rank_server import TIMED_OUT, RankServer
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
+VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
+"""Environment variables of all ranks."""
 WARMUP = 4
 """Steps at the beginning that are not counted."""
 
@@ -143,6 +148,8 @@ RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform",
 FP8 = ("--kd-teacher-dtype", "fp8")
 GRAPH = ("--kd-teacher-micro-batch-size", "8", "--kd-teacher-cuda-graph")
 """Larger forward passes of the teacher, launched as CUDA graphs."""
+STUDENT_GRAPHS = ("--cuda-graph-impl", "transformer_engine", "--te-rng-tracker")
+"""Megatron's CUDA graphs of the student's layers."""
 EXPERTS = ("--moe-grouped-gemm", "--moe-token-dispatcher-type", "alltoall")
 """Without them Megatron computes experts one after another, and gathers all tokens on all ranks."""
 PEER_LOSS = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "native")
@@ -164,6 +171,7 @@ def cases_for(gpus: int) -> list[Case]:
             Case("TP2 SP", gpus, layout=tp2),
             Case("Model-Optimizer, TP2 SP", gpus, layout=tp2, peer=True),
             Case("TP2 SP, graph", gpus, layout=tp2, teacher=GRAPH),
+            Case("TP2 SP, graphs of both models", gpus, layout=(*tp2, *STUDENT_GRAPHS), teacher=GRAPH),
             Case("TP2 SP, FP8 teacher", gpus, layout=tp2, teacher=FP8),
             Case("TP2 SP, FP8 teacher, graph", gpus, layout=tp2, teacher=(*FP8, *GRAPH)),
             Case("TP2 SP, teacher DP", gpus, layout=tp2, teacher=teacher_parallel(1)),
@@ -293,37 +301,72 @@ class Training:
         return cls(middle("step_s"), middle("teacher_s"), rate, middle("mfu"), peak, first_step_s, lines[-1]["loss"])
 
 
+Start = Callable[[list[str], Path, int, float], tuple[int, str]]
+"""Runs a script on ranks of this node: its path and arguments, a file for the output, the number of ranks, a limit in
+seconds; (exit status, output)."""
+
+
+def torchrun(words: list[str], log: Path, ranks: int, limit_s: float) -> tuple[int, str]:
+    """A `Start` with new processes; the status is `TIMED_OUT` after the limit."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    with log.open("w") as output:
+        streams = {"stdout": output, "stderr": subprocess.STDOUT}
+        job = subprocess.Popen([*launcher, *words], env={**VARIABLES, **os.environ}, cwd=ROOT, **streams)
+        try:
+            status = job.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            status = TIMED_OUT
+        finally:
+            job.terminate()
+            job.wait()
+    return status, log.read_text(errors="replace")
+
+
+class FirstStep(Thread):
+    """Waits for the first step in a metrics file."""
+
+    def __init__(self, metrics: Path) -> None:
+        super().__init__(daemon=True)
+        self._metrics, self._began, self._ended = metrics, time.monotonic(), Event()
+        self._seconds: float | None = None
+
+    def run(self) -> None:
+        while self._seconds is None and not self._ended.wait(0.1):
+            if self._metrics.exists() and '"loss"' in self._metrics.read_text():
+                self._seconds = time.monotonic() - self._began
+
+    def seconds(self) -> float:
+        """Seconds from the start to the end of the first step, or until now if nothing was seen of it."""
+        self._ended.set()
+        self.join()
+        return self._seconds or time.monotonic() - self._began
+
+
 def train(
-    flags: list[str], gpus: int, metrics: Path, limit_s: float, script: Path = ROOT / "pretrain_kd.py"
+    flags: list[str],
+    gpus: int,
+    metrics: Path,
+    limit_s: float,
+    script: Path = ROOT / "pretrain_kd.py",
+    start: Start = torchrun,
 ) -> Training:
     """Run one training.
 
     Raises:
-        RuntimeError: it failed; the message has the last error that it printed.
-        subprocess.TimeoutExpired: it took too long.
+        RuntimeError: it failed or took too long; the message has the last error that it printed.
     """
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
-    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", **os.environ}
-    words = [*launcher, str(script), *flags, "--kd-metrics-file", str(metrics)]
     metrics.unlink(missing_ok=True)
-    began, first_step_s = time.monotonic(), None
-    with (metrics.with_suffix(".log")).open("w+") as output:
-        job = subprocess.Popen(words, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
-        try:
-            while job.poll() is None:
-                if first_step_s is None and metrics.exists() and '"loss"' in metrics.read_text():
-                    first_step_s = time.monotonic() - began
-                if time.monotonic() - began > limit_s:
-                    raise subprocess.TimeoutExpired(script.name, limit_s)
-                time.sleep(0.1)
-        finally:
-            job.terminate()
-            job.wait()
-        output.seek(0)
-        if job.returncode:
-            raise RuntimeError(last_error(output.read()))
+    first = FirstStep(metrics)
+    first.start()
+    words = [str(script), *flags, "--kd-metrics-file", str(metrics)]
+    status, output = start(words, metrics.with_suffix(".log"), gpus, limit_s)
+    first_step_s = first.seconds()
+    if status == TIMED_OUT:
+        raise RuntimeError(f"not ended after {limit_s:g} s")
+    if status:
+        raise RuntimeError(last_error(output))
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return Training.of([line for line in lines if "loss" in line], first_step_s or time.monotonic() - began)
+    return Training.of([line for line in lines if "loss" in line], first_step_s)
 
 
 def last_error(output: str) -> str:
@@ -340,25 +383,25 @@ def estimated_gib(flags: list[str], gpus: int) -> float:
     return fullest(estimate(workload(job))).peak / GIB
 
 
-def measure(case: Case, folder: Path, steps: int, limit_s: float, alone: dict[Case, float]) -> Row:
+def measure(case: Case, folder: Path, steps: int, limit_s: float, start: Start, alone: dict[Case, float]) -> Row:
     """Figures of one row.
 
     Args:
         case: the row.
-        folder, steps, limit_s: see `flags_of` and `train`.
+        folder, steps, limit_s, start: see `flags_of` and `train`.
         alone: seconds per step of the student alone, by the case without its name and teacher; added to.
     """
     flags, metrics = flags_of(case, folder, steps), folder / "metrics.jsonl"
+    run = partial(train, gpus=case.gpus, metrics=metrics, limit_s=limit_s, start=start)
     if case.peer:
         words = [*flags, *(() if mkd.cpu.is_target() else PEER_LOSS), "--kd-ratio", "0"]
-        training = train(words, case.gpus, metrics, limit_s, ROOT / "benchmarks" / "train_modelopt.py")
+        training = run(words, script=ROOT / "benchmarks" / "train_modelopt.py")
         return vars(training) | {"mfu": None}  # its metrics do not count the teacher's operations
     row: Row = {"estimated_gib": estimated_gib(flags, case.gpus)}
-    row |= vars(train([*flags, "--kd-ratio", "0.5"], case.gpus, metrics, limit_s))
+    row |= vars(run([*flags, "--kd-ratio", "0.5"]))
     student = replace(case, name="", teacher=())
     if student not in alone:
-        without = [*flags_of(student, folder, steps), "--kd-ratio", "0"]
-        alone[student] = train(without, case.gpus, metrics, limit_s).step_s
+        alone[student] = run([*flags_of(student, folder, steps), "--kd-ratio", "0"]).step_s
     return row | {"student_s": alone[student]}
 
 
@@ -417,6 +460,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=600.0, metavar="S", help="seconds per training (default: 600)")
     parser.add_argument("--folder", type=Path, help="for models and data, kept (default: temporary)")
     parser.add_argument("--small", action="store_true", help="small models on two CPU processes, a smoke test")
+    forks = "ranks are forks of a process with all imports: first steps are without them"
+    parser.add_argument("--fork", action="store_true", help=forks)
     parser.add_argument("--commit", metavar="TEXT", help="the measured commit, if this is not a git checkout")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here, after each measurement")
     args = parser.parse_args(argv)
@@ -438,6 +483,7 @@ def main(argv: list[str] | None = None) -> int:
     pairs = SMALL_PAIRS if args.small else PAIRS
     rows: list[Row] = []
     alone: dict[Case, float] = {}
+    start = RankServer(**VARIABLES).run if args.fork else torchrun
     head = {"commit": args.commit or commit_of_checkout(), "versions": installed_versions(), "gpus": args.gpus}
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
@@ -446,8 +492,8 @@ def main(argv: list[str] | None = None) -> int:
             row: Row = {"name": case.name, "pair": case.pair, "gpus": case.gpus, "flags": [*case.layout, *case.teacher]}
             try:
                 prepare(case, pairs, folder, args.steps)
-                row |= measure(case, folder, args.steps, args.limit, alone)
-            except (RuntimeError, subprocess.TimeoutExpired, OSError) as error:
+                row |= measure(case, folder, args.steps, args.limit, start, alone)
+            except (RuntimeError, OSError) as error:
                 row["failed"] = " ".join(str(error).split())[:REASON_LENGTH].replace("|", "/")
                 log(f"  {row['failed']}")
             rows.append(row)

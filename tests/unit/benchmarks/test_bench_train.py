@@ -4,6 +4,7 @@ import itertools
 import json
 import subprocess
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -54,8 +55,22 @@ def test_a_training_that_fails_has_its_reason(
         tool.train([], 2, tmp_path / "metrics.jsonl", 30.0)
 
 
+def test_the_first_step_is_timed_and_a_training_that_takes_too_long_fails(tool: ModuleType, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+
+    def start(words: list[str], log: Path, ranks: int, limit_s: float) -> tuple[int, str]:
+        metrics.write_text("".join(json.dumps({"loss": 1.0, "step_s": 1.0}) + "\n" for _ in range(6)))
+        time.sleep(0.5)
+        return (tool.TIMED_OUT if limit_s < 1 else 0), ""
+
+    training = tool.train([], 2, metrics, 30.0, start=start)
+    assert training.first_step_s < 0.4 and training.step_s == 1.0
+    with pytest.raises(RuntimeError, match=r"^not ended after 0\.5 s$"):
+        tool.train([], 2, metrics, 0.5, start=start)
+
+
 def test_a_peer_trains_without_mkds_teacher(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def train(flags: list[str], gpus: int, metrics: Path, limit_s: float, script: Path) -> object:
+    def train(flags: list[str], gpus: int, metrics: Path, limit_s: float, script: Path, start: object) -> object:
         given = dict(itertools.pairwise(flags))
         assert (given["--kd-ratio"], given["--tensor-model-parallel-size"], gpus) == ("0", "2", 2)
         assert script.name == "train_modelopt.py" and script.exists()
@@ -63,7 +78,7 @@ def test_a_peer_trains_without_mkds_teacher(tool: ModuleType, tmp_path: Path, mo
 
     monkeypatch.setattr(tool, "train", train)
     (case,) = (case for case in tool.cases_for(2) if case.name == "Model-Optimizer, TP2 SP")
-    row = tool.measure(case, tmp_path, 6, 1.0, {})
+    row = tool.measure(case, tmp_path, 6, 1.0, tool.torchrun, {})
     assert row["step_s"] == 2.0 and row["mfu"] is None
     rows = [row | {"name": case.name, "pair": case.pair}]
     tool.add_efficiency(rows, [case])
