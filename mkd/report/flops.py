@@ -57,6 +57,16 @@ class FlopCounter:
         return sum(_training_flops(teacher, text) for teacher in self.teachers) / 3.0
 
 
+def lm_head_flops(args: Namespace, tokens: float) -> float:
+    """Forward pass of a model's LM head: the logits of `tokens` tokens."""
+    return 2.0 * tokens * args.hidden_size * args.padded_vocab_size
+
+
+def layer_flops(args: Namespace, text: TextSize) -> float:
+    """Forward pass of a layer, the mean of all layers of a model. Of routed experts, those of a token count."""
+    return (_training_flops(args, text) / 3.0 - lm_head_flops(args, text.tokens)) / args.num_layers
+
+
 def _training_flops(args: Namespace, text: TextSize) -> float:
     args = copy.copy(args)  # megatron's function writes into it
     if args.kv_channels is None:

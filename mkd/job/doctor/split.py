@@ -10,7 +10,7 @@ from mkd.job.memory import Workload
 from mkd.job.memory.advice import needed
 from mkd.job.memory.estimate import CONTEXT_BYTES, FRAGMENTED
 from mkd.job.memory.parameters import outside_of_layers, parameters_of_stage
-from mkd.report.flops import FlopCounter
+from mkd.report.flops import FlopCounter, lm_head_flops
 
 STUDENT_TIME = 1.15
 """Time of an operation of the student's training, relative to one of a teacher's forward pass in bf16: measured with 8B
@@ -50,7 +50,7 @@ def propose(work: Workload, capacity: float) -> Split | None:
     flops = FlopCounter(work.student, work.teachers, is_frozen=work.lora is not None)
     # The service sends hidden states: the student's ranks multiply them by the teacher's LM head.
     one = work.teachers[0]
-    head = 2.0 * text.tokens * one.padded_vocab_size * one.hidden_size
+    head = lm_head_flops(one, text.tokens)
     teacher = (flops.of_teachers(text) - head) * (FP8_TIME if one.fp8 else 1.0)
     student = (flops.of_student(text) + head) * STUDENT_TIME
     tp = _smallest_tp(work.teachers[0], gpus, capacity)

@@ -9,7 +9,7 @@ import torch
 from mkd.config.flags import default_arguments
 from mkd.data.batch import KDBatch
 from mkd.data.text_size import TextSize
-from mkd.report.flops import FlopCounter, peak_tflops
+from mkd.report.flops import FlopCounter, layer_flops, lm_head_flops, peak_tflops
 
 
 def arguments(**changes: object) -> Namespace:
@@ -38,6 +38,14 @@ def test_student_and_teachers() -> None:
     assert counter.of_teachers(text) == pytest.approx(wanted, rel=1e-12)
     assert teachers[0].num_query_groups == default_arguments().num_query_groups  # nothing is written into arguments
     assert FlopCounter(arguments(), []).of_teachers(text) == 0.0
+
+
+def test_a_layer_and_the_lm_head() -> None:
+    """Their forward passes."""
+    text = TextSize(tokens=50, squares=900, positions=64)
+    assert lm_head_flops(arguments(), 50) == 2 * 50 * 8 * 64
+    layer = (by_hand(text, groups=2, head=4, layers=3) - by_hand(text, groups=2, head=4, layers=2)) / 3
+    assert layer_flops(arguments(), text) == pytest.approx(layer, rel=1e-12)
 
 
 def test_text_size_excludes_padding() -> None:
