@@ -21,8 +21,9 @@ from mkd.job.data import folder_of_tokenizer, hash_of_tokenizer, number_of_itera
 from mkd.job.elsewhere.inference_teacher import InferenceSource
 from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
-from mkd.job.memory_table import memory_line, offload_line, print_memory
+from mkd.job.memory_table import memory_line, offload_line, print_memory, workload
 from mkd.job.on_policy import rollout_plan
+from mkd.job.pipeline_balance import balance_text
 from mkd.job.run_record import FILE, SETTINGS, RunRecord, run_file
 from mkd.job.teacher import shape_of
 from mkd.losses.inputs import MAX_FP32_TEMPERATURE
@@ -82,6 +83,7 @@ def plan(job: Job) -> dict[str, str]:
         **_experts(job),
         "layout": _layout(args, args.world_size),
         **_teacher_layouts(job),
+        **_stages(job),
         **({"rows": _rows(job)} if job.data.has_own_rows else {}),
         "batch": f"{args.global_batch_size} samples of {args.seq_length} tokens, microbatch {args.micro_batch_size}",
         "steps": f"{kd.epochs:g} epochs"
@@ -134,6 +136,13 @@ def _teacher_layouts(job: Job) -> dict[str, str]:
     """Layouts of teachers that have their own."""
     own = [_layout(model, job.args.world_size) for model in job.teacher.models if has_own_layout(model, job.args)]
     return {"teacher's": "layout " + "; ".join(dict.fromkeys(own))} if own else {}
+
+
+def _stages(job: Job) -> dict[str, str]:
+    """A better division of the student's layers among pipeline stages, if there is one."""
+    losses = 1 if job.kd.is_plain_pretraining else len(job.teacher.sources)
+    text = balance_text(workload(job), losses)
+    return {} if text is None else {"stages": text}
 
 
 def _rows(job: Job) -> str:
