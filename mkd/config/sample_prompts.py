@@ -27,7 +27,8 @@ def check_on_policy(args: Namespace, kd: KDConfig) -> None:
     share = kd.on_policy_over_time
     value = kd.on_policy_schedule if kd.on_policy is None else f"{kd.on_policy:g}"
     what = f"{'--kd-on-policy-schedule' if kd.on_policy is None else '--kd-on-policy'} {value}"
-    if math.floor(args.global_batch_size * Fraction(repr(max(share.start, share.end)))) < 1:
+    is_fixed = args.step_batch_size_schedule is None  # Megatron sets another size beside the schedule
+    if is_fixed and math.floor(args.global_batch_size * Fraction(repr(max(share.start, share.end)))) < 1:
         raise MkdConfigError(f"{what} of --global-batch-size {args.global_batch_size} is less than one row: raise it")
     if args.overlap_param_gather and not args.use_distributed_optimizer:
         raise MkdConfigError(

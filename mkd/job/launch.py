@@ -80,6 +80,7 @@ def build(job: Job) -> TrainingParts:
         length_multiple=job.data.length_multiple,
         balance=lambda: job.state.balance_factor if job.kd.balance else 1.0,
         on_policy=on_policy,
+        rows_before=lambda: job.args.consumed_train_samples,
     )
     samples = SampleWriter.of(job.args, job.kd, job.true_vocab)
     tasks = TaskEvaluation.of(job.args, job.kd, job.true_vocab)

@@ -59,16 +59,24 @@ class OnPolicy:
         """Number of written rows among the first `rows` of a global batch."""
         return _floor(rows, self.share.value(iteration))
 
-    def requests(self, iteration: int, rows: int) -> dict[int, Request]:
-        """Row of the global batch -> its prompt; written rows are spread evenly. `iteration` counts from 0.
+    def requests(self, iteration: int, rows: int, rows_before: int | None = None) -> dict[int, Request]:
+        """Row of the global batch -> its prompt; written rows are spread evenly.
 
         Prompts are read in a random order, each once per epoch; while L is below its largest value, some are skipped.
+
+        Args:
+            iteration: counted from 0.
+            rows: of the global batch.
+            rows_before: of all steps before; None: each had as many.
         """
         written = [row for row in range(rows) if self.count(row + 1, iteration) > self.count(row, iteration)]
         order = EpochOrder(len(self.prompts), self.decoding.seed)
-        most = _floor(rows, max(self.share.start, self.share.end))
+        most = max(self.share.start, self.share.end)
+        start = iteration * _floor(rows, most)
+        if rows_before not in (None, iteration * rows):  # other batches, which have read no more prompts than this
+            start = -_floor(-rows_before, most)
         found = {}
-        for number, row in enumerate(written, start=iteration * most):
+        for number, row in enumerate(written, start=start):
             place, sample = divmod(number, self.samples)
             prompt = order.row_at(place)
             sample += place // len(self.prompts) * self.samples
@@ -86,6 +94,7 @@ class OnPolicy:
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         is_stopping: Callable[[], bool] = lambda: False,
         begin: Callable[[int, WrittenRows], None] | None = None,
+        rows_before: int | None = None,
     ) -> WrittenRows | None:
         """Write the answers of one step, or read them from the rollout of an earlier step. Collective over all ranks.
 
@@ -99,6 +108,7 @@ class OnPolicy:
             is_stopping: True if this process has received a signal to stop.
             begin: called with the number of each of this rank's microbatches and its rows as soon as all of its texts
                 are written, while others still are; None to wait for all.
+            rows_before: see `requests`.
 
         Returns:
             None if L is so small that no row of this step is written.
@@ -110,7 +120,7 @@ class OnPolicy:
         began = time.monotonic()
         size, rank = groups.dp.size(), groups.dp.rank()
         places = _Places(micro_batch_size, size)
-        rollout = _Rollout.of(self, iteration, microbatches * micro_batch_size * size, places)
+        rollout = _Rollout.of(self, iteration, microbatches * micro_batch_size * size, rows_before, places)
         wanted = rollout.requests_at(iteration)
         if not wanted:
             return None
@@ -228,10 +238,11 @@ class _Rollout:
     """The step with whose weights they were written: an earlier one where a server has the weights for several."""
 
     @classmethod
-    def of(cls, policy: OnPolicy, iteration: int, rows: int, places: _Places) -> "_Rollout":
-        """The rollout that a step belongs to, with the texts that exist already."""
-        first = iteration - iteration % policy.steps
-        requests = [policy.requests(step, rows) for step in range(first, first + policy.steps)]
+    def of(cls, policy: OnPolicy, iteration: int, rows: int, rows_before: int | None, places: _Places) -> "_Rollout":
+        """The rollout that a step belongs to, with the texts that exist already. Its steps have as many rows each."""
+        first, before = iteration - iteration % policy.steps, iteration * rows if rows_before is None else rows_before
+        steps = range(first, first + policy.steps)
+        requests = [policy.requests(step, rows, max(0, before + (step - iteration) * rows)) for step in steps]
         rollout = cls(policy, first, requests, [() for step in requests for _ in step], places)
         rollout._restore()
         return rollout

@@ -132,6 +132,8 @@ class TeacherThenStudent:
     """Factor of KD in the present step (`mkd.train.balance`)."""
     on_policy: OnPolicy | None = None
     """None without --kd-on-policy."""
+    rows_before: Callable[[], int | None] = lambda: None
+    """See `OnPolicy.requests`."""
     offload: StateOffload | None = None
     """Set when the optimizer exists; None without --kd-rollout-offload."""
     is_stopping: Callable[[], bool] = lambda: False
@@ -198,7 +200,10 @@ class TeacherThenStudent:
             source, begin = iter(samples), partial(self._begin, samples, rows)
         data_s = time.monotonic() - began
         around = partial(self._writing, chunks)
-        written = self.on_policy.write(chunks, self.groups, iteration, count, rows, around, self.is_stopping, begin)
+        before = self.rows_before()
+        written = self.on_policy.write(
+            chunks, self.groups, iteration, count, rows, around, self.is_stopping, begin, before
+        )
         return written, source if written is None else written.replace_in(source), data_s
 
     @contextmanager

@@ -116,6 +116,7 @@ def test_on_policy_in_jobs_where_the_student_cannot_write(changes: dict, words: 
     )
     scheduled = kd(**{**ON_POLICY, "on_policy": None, "on_policy_schedule": "linear:0:0.5:9"})
     check_on_policy(arguments(global_batch_size=2), scheduled)
+    check_on_policy(arguments(global_batch_size=1, step_batch_size_schedule="0:1 64:8"), scheduled)
     with pytest.raises(MkdConfigError, match=r"schedule linear:0:0\.5:9 of --global-batch-size 1 is less"):
         check_on_policy(arguments(global_batch_size=1), scheduled)
     with pytest.raises(MkdConfigError) as caught:

@@ -1,6 +1,7 @@
 """Rows that the student writes: which they are, and their masks."""
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,6 +52,30 @@ def test_the_share_follows_its_schedule() -> None:
     assert [len(requests) for requests in found] == [0, 1, 2, 3, 4]
     assert found[4] == policy(1.0).requests(4, 4)
     assert list(found[2].values()) == list(policy(1.0).requests(2, 4).values())[:2]
+
+
+@pytest.mark.parametrize("batches", [(4, 4, 8, 8), (8, 8, 4, 4), (4, 6, 8), (8, 3, 3, 4, 7)])
+def test_no_prompt_is_read_twice_in_an_epoch_where_batches_change(batches: tuple[int, ...]) -> None:
+    """None is left out if the share of each batch is a whole number of rows."""
+    own, before, found = replace(policy(0.5), prompts=[(i,) for i in range(40)]), 0, []
+    for step, rows in enumerate(batches):
+        found += [request.number for request in own.requests(step, rows, before).values()]
+        before += rows
+    order = [request.number for request in own.requests(0, 80).values()]
+    assert len(set(found)) == len(found) == sum(rows // 2 for rows in batches)
+    assert all(rows % 2 == 0 for rows in batches) == (found == order[: len(found)])
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_batches_that_change_between_rollouts_or_in_one(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    written, own = Written(monkeypatch), policy(1.0, steps=steps)
+    own = replace(own, prompts=[(i,) for i in range(40)], decoding=replace(own.decoding, true_vocab=40))
+    before, found = 0, []
+    for step, rows in enumerate((2, 2, 4, 4)):
+        given = own.write([], written.groups, step, rows // 2, 2, rows_before=before)
+        found += [request.number for request, _ in given.rows.values()]
+        before += rows
+    assert found == [request.number for request in own.requests(0, 12).values()]
 
 
 def test_each_prompt_has_several_samples() -> None:
