@@ -10,19 +10,27 @@ import sys
 from collections.abc import Callable
 
 _LINE_ENDS = re.compile(r"\s*[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]+\s*")
-_CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""Characters that change how a terminal shows a text, besides tab and line ends."""
+_CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that change how a terminal shows a text, besides tab and line ends, and those that no file can hold."""
+_BYTES = range(0xDC80, 0xDD00)
+"""Code points for the bytes of a name that is not UTF-8; the byte is the last one."""
 _LONGEST = 8_000
 """Characters of a message at most."""
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
 def visible(text: str) -> str:
-    """The text with characters that control a terminal as escapes, such as \\x1b; tabs and line ends stay.
+    """The text with characters that control a terminal, and bytes that are not UTF-8, as escapes such as \\x1b; tabs
+    and line ends stay.
 
-    For texts that quote files, which other people made.
+    For texts that quote files and names of files, which other people made.
     """
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROL.sub(lambda found: _escape(found[0]), text)
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code & 0xFF:02x}" if code in _BYTES else character.encode("unicode_escape").decode()
 
 
 class MkdError(Exception):

@@ -5,18 +5,31 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mkd.cli.main import COMMANDS
+from mkd.errors import MkdConfigError
+from mkd.utils.encoding import require_text
 
 SCRIPTS = {"cache": "cache_teacher"}
 """Command -> name of its script in tools/, where they differ."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that refuses words that are not UTF-8 text."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        """See argparse."""
+        try:
+            require_text(sys.argv[1:] if args is None else args)
+        except MkdConfigError as error:
+            self.error(str(error))
+        return super().parse_known_args(args, namespace)
+
+
 def command_parser(doc: str) -> argparse.ArgumentParser:
     """A parser whose help begins with a module's docstring, in which commands are written as `mkd NAME`."""
-    return argparse.ArgumentParser(
-        description=as_called(doc, sys.argv[0]), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    return _Parser(description=as_called(doc, sys.argv[0]), formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def parse_own(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:

@@ -18,6 +18,7 @@ from mkd.config.kd_config import KDConfig
 from mkd.config.kd_fields import KDFields
 from mkd.config.run_file import check_settings, read_settings, words_of
 from mkd.errors import MkdConfigError
+from mkd.utils.encoding import require_text
 from mkd.utils.hub_folder import model_folder
 
 # Prefixes of Megatron flags that conflict with distillation -> the flags to use instead.
@@ -149,6 +150,7 @@ def parse_flags() -> tuple[Namespace, dict[str, Any]]:
     if settings:
         check_settings(settings, flag_parser())
         sys.argv[1:] = [*words_of(settings), *sys.argv[1:]]
+    require_text(sys.argv[1:])
     refuse_contradictions(sys.argv[1:])
     megatron_flags: list[Action] = []
 

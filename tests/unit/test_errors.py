@@ -1,6 +1,7 @@
 """mkd/errors.py: messages are one line, and which exceptions are reported in one line."""
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,12 @@ def test_quoted_texts_control_no_terminal() -> None:
     error = MkdDataError("key '\x1b]52;c;cm0=\x07\u202etxt' is unknown")
     assert str(error) == "key '\\x1b]52;c;cm0=\\x07\\u202etxt' is unknown"
     assert visible("a\tb\nc") == "a\tb\nc"
+
+
+def test_names_that_are_not_utf8_can_be_printed_and_written() -> None:
+    name = os.fsdecode(b"/data/\xff\xc3\xa9")
+    assert str(MkdDataError(f"{name}: missing")) == "/data/\\xffé: missing"
+    assert visible("half \ud83d") == "half \\ud83d"
 
 
 class Damaged(Dataset):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mkd.errors import MkdDataError
+from mkd.utils.encoding import is_text
 from mkd.utils.json_files import read_json
 from mkd.utils.near_paths import near_path_hint
 
@@ -100,6 +101,8 @@ def data_files(name: str, flag: str, contents: Collection[Content] = RECORDS) ->
 
 
 def _check_file(file: str, flag: str, contents: Collection[Content]) -> None:
+    if not is_text(file):
+        raise MkdDataError(f"{flag} {file}: the name is not UTF-8 text; rename it")
     path = Path(file)
     if not path.is_file():
         raise MkdDataError(f"{flag} {file} does not exist or is not a file{near_path_hint(file, Path.is_file)}")

@@ -74,6 +74,12 @@ def test_links(tmp_path: Path) -> None:
         names_of(tmp_path / "snapshot", tmp_path)
 
 
+def test_a_file_of_a_folder_whose_name_is_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"a\xff.jsonl")).write_text("{}")
+    with pytest.raises(MkdDataError, match=r"--data-path .*/a\\xff\.jsonl: the name is not UTF-8 text"):
+        names_of(tmp_path, tmp_path)
+
+
 def test_saved_data_sets(tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     whole.mkdir()
