@@ -167,7 +167,8 @@ def test_ranks_write_one_folder(gloo_pool, model, tmp_path):
 def test_write_failure_on_one_rank(gloo_pool, model, tmp_path, rank):
     """All ranks raise, and no folder has the name of a complete one."""
     for text in gloo_pool(2).run(snapshot, tmp_path, model[1], rank):
-        assert f"--kd-save-hf-interval: rank {rank} cannot write the folder: disk full" in text
+        folder = tmp_path / "hf" / name_of(4)
+        assert f"--kd-save-hf-interval: rank {rank} cannot write {folder}: disk full" in text
     assert not list((tmp_path / "hf").glob("iter_*"))
     assert gloo_pool(2).run(snapshot, tmp_path, model[1], None) == [None, None]
     assert os.listdir(tmp_path / "hf") == [name_of(4)]

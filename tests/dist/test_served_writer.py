@@ -1,5 +1,6 @@
 """Texts that an inference server writes for several ranks: the same on all, and so are failures."""
 
+import errno
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -142,7 +143,24 @@ def unwritable(rank: int, world_size: int, path: Path, url: str, out: Path) -> s
 def test_a_folder_that_cannot_be_written(gloo_pool, path: Path, server: StandIn, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for message in gloo_pool(2).run(unwritable, path, server.url, tmp_path):
-        assert message.startswith("MkdCheckpointError: --kd-rollout-weights: rank 0 cannot write there, or")
+        folder = tmp_path / "file" / "w"
+        assert message.startswith(f"MkdCheckpointError: --kd-rollout-weights {folder}: rank 0 cannot write there, or")
+
+
+def full_disk(rank: int, world_size: int, out: Path) -> str:
+    def write(folder: Path) -> None:
+        if rank == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")  # of a write: it names no file
+
+    with pytest.raises(MkdError) as caught:
+        WeightFolders(out).add(1, write)
+    return str(caught.value)
+
+
+def test_a_full_disk(gloo_pool, tmp_path: Path) -> None:
+    for message in gloo_pool(2).run(full_disk, tmp_path / "w"):
+        assert message.startswith(f"--kd-rollout-weights {tmp_path / 'w'}: rank 1 cannot write there, or")
+        assert message.endswith("No space left on device")
 
 
 def weights_beside_others(rank: int, world_size: int, out: Path) -> list[str]:

@@ -61,9 +61,9 @@ class Snapshots:
         if iteration is None or iteration % self._interval:
             return
         final, staged = self._folder / checkpoint.name, self._folder / f".{checkpoint.name}.partial"
-        _on_first_rank(lambda: _make_empty(staged))
-        _on_all_ranks(lambda: self._write_part(checkpoint, staged))
-        _on_first_rank(lambda: self._publish(staged, final))
+        _on_first_rank(final, lambda: _make_empty(staged))
+        _on_all_ranks(final, lambda: self._write_part(checkpoint, staged))
+        _on_first_rank(final, lambda: self._publish(staged, final))
 
     def _write_part(self, checkpoint: Path, out: Path) -> None:
         self._write(MegatronFolder(checkpoint, "--save"), out)
@@ -93,12 +93,12 @@ def _write_model(checkpoint: MegatronFolder, out: Path) -> None:
     HFExport(checkpoint).write(out, dist.get_rank(), dist.get_world_size())
 
 
-def _on_first_rank(action: Callable[[], None]) -> None:
-    _on_all_ranks(action if dist.get_rank() == 0 else lambda: None)
+def _on_first_rank(folder: Path, action: Callable[[], None]) -> None:
+    _on_all_ranks(folder, action if dist.get_rank() == 0 else lambda: None)
 
 
-def _on_all_ranks(action: Callable[[], None]) -> None:
+def _on_all_ranks(folder: Path, action: Callable[[], None]) -> None:
     """Run the action on every rank; all ranks raise when it fails on one."""
     for rank, problem in enumerate(run_on_all_ranks(action)):
         if problem is not None:
-            raise MkdCheckpointError(f"--kd-save-hf-interval: rank {rank} cannot write the folder: {problem}")
+            raise MkdCheckpointError(f"--kd-save-hf-interval: rank {rank} cannot write {folder}: {problem}")

@@ -29,7 +29,7 @@ class WeightFolders:
 
     def __init__(self, folder: Path) -> None:
         """Nothing is written yet."""
-        self._folder = folder
+        self.path = folder
         self._claim = FolderClaim(folder / OWNER, f"{FLAG} {folder}")
 
     def claim(self) -> None:
@@ -39,7 +39,7 @@ class WeightFolders:
         Raises:
             MkdCheckpointError: on all ranks, if another job has, or the folder cannot be written.
         """
-        on_first_rank(lambda: None if self._claim.is_taken else self._claim.take())
+        on_first_rank(self.path, lambda: None if self._claim.is_taken else self._claim.take())
         self._claim.check("This job ends")
 
     def add(self, iteration: int, write: Callable[[Path], None]) -> Path:
@@ -52,11 +52,11 @@ class WeightFolders:
         Raises:
             MkdCheckpointError: on all ranks, when one cannot write it.
         """
-        final = self._folder.absolute() / f"{_NAME}{iteration:07d}"
+        final = self.path.absolute() / f"{_NAME}{iteration:07d}"
         staged = partial_path(final)
-        on_first_rank(lambda: _make_empty(staged))
-        _on_all_ranks(lambda: write(staged))
-        on_first_rank(lambda: _publish(staged, final))
+        on_first_rank(self.path, lambda: _make_empty(staged))
+        _on_all_ranks(self.path, lambda: write(staged))
+        on_first_rank(self.path, lambda: _publish(staged, final))
         return final
 
     def remove_others(self, kept: Path) -> None:
@@ -65,11 +65,11 @@ class WeightFolders:
         Raises:
             MkdCheckpointError: on all ranks, if they cannot be removed.
         """
-        on_first_rank(lambda: self._remove_others(kept))
+        on_first_rank(self.path, lambda: self._remove_others(kept))
 
     def _remove_others(self, kept: Path) -> None:
         names = re.compile(rf"{_NAME}\d{{7,}}")
-        for path in list(self._folder.iterdir()):
+        for path in list(self.path.iterdir()):
             if path.is_symlink() or not path.is_dir():
                 continue
             if names.fullmatch(path.name) and path.name != kept.name and (path / _MARK).is_file():
@@ -95,13 +95,16 @@ def _publish(staged: Path, final: Path) -> None:
     rename(staged, final)
 
 
-def on_first_rank(action: Callable[[], None]) -> None:
-    """Run the action on the first rank; all ranks raise when it fails. Collective over all ranks."""
-    _on_all_ranks(action if dist.get_rank() == 0 else lambda: None)
+def on_first_rank(folder: Path, action: Callable[[], None]) -> None:
+    """Run an action that writes into a folder on the first rank; all ranks raise when it fails. Collective over all
+    ranks."""
+    _on_all_ranks(folder, action if dist.get_rank() == 0 else lambda: None)
 
 
-def _on_all_ranks(action: Callable[[], None]) -> None:
+def _on_all_ranks(folder: Path, action: Callable[[], None]) -> None:
     """Run the action on every rank; all ranks raise when it fails on one."""
     for rank, problem in enumerate(run_on_all_ranks(action)):
         if problem is not None:
-            raise MkdCheckpointError(f"{FLAG}: rank {rank} cannot write there, or remove what is old: {problem}")
+            raise MkdCheckpointError(
+                f"{FLAG} {folder}: rank {rank} cannot write there, or remove what is old: {problem}"
+            )

@@ -113,7 +113,7 @@ class ServedWriter:
             self.folders.remove_others(self._weights.folder)
         texts = _broadcast(found, len(requests), options, self._ranks)
         if self.files is not None:
-            on_first_rank(lambda: self.files.write(iteration, key, texts, self._weights.iteration))
+            on_first_rank(self.files.folder, lambda: self.files.write(iteration, key, texts, self._weights.iteration))
         self._step = _Step(iteration, requests, texts, self._weights.iteration)
         return texts, self._weights.iteration
 
