@@ -1,5 +1,6 @@
 """--kd-on-policy from the flags of a job, and the lines of the plan about texts that the student writes."""
 
+import math
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -63,7 +64,7 @@ def on_policy_of(
             f"--tokenizer-model {args.tokenizer_model} has no end token, and every text of --kd-on-policy would be cut "
             "off: set eos_token in its tokenizer_config.json"
         )
-    length = text_positions(args, longest)
+    length = _most_tokens(args, kd, longest)
     if kd.rollout_tokens >= length:
         raise MkdConfigError(
             f"--kd-rollout-tokens is {kd.rollout_tokens}; it must be below {length}, the positions of the models: "
@@ -97,6 +98,15 @@ def on_policy_of(
         state=state,
         writer=None if waits is None else served_writer(args, kd, TextSizes(true_vocab, longest_text), waits),
     )
+
+
+def _most_tokens(args: Namespace, kd: KDConfig, longest: int | None) -> int:
+    """Tokens of a text at most: it does not have more positions than the models with its padding, which packed rows and
+    the layout need, since these rows may be longer."""
+    multiple = length_multiple(args)
+    if kd.packing != "none":
+        multiple = math.lcm(multiple, kd.packing_multiple)
+    return text_positions(args, longest) // multiple * multiple
 
 
 def _cache_tokens(args: Namespace, kd: KDConfig, longest_prompt: int) -> int | None:

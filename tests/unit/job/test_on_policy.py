@@ -127,6 +127,20 @@ def test_prompts_and_positions(folder: Path) -> None:
         on_policy_of(arguments(folder), kd(folder / "p.jsonl"), 307, 16)
 
 
+@pytest.mark.parametrize(
+    "changes", [{"context_parallel_size": 2}, {"kd": {"packing": "best_fit", "packing_multiple": 4}}]
+)
+def test_padding_of_the_longest_text_fits_into_the_positions(folder: Path, changes: dict[str, Any]) -> None:
+    """Rows are longer than the 23 positions of a model."""
+    flags = kd(folder / "p.jsonl", **changes.pop("kd", {}))
+    for args, longest in (
+        (arguments(folder, **changes), 23),
+        (arguments(folder, max_position_embeddings=23, **changes), None),
+    ):
+        with pytest.raises(MkdDataError, match=r"line 1: the prompt has 7 tokens; it must have 1 to 4, which"):
+            on_policy_of(args, flags, 307, longest)
+
+
 def test_no_end_token(folder: Path) -> None:
     change_json(folder / "tokenizer_config.json", {"eos_token": None})
     with pytest.raises(MkdDataError, match=r"--tokenizer-model .* has no end token, and every text .* would be cut"):
