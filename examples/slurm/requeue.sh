@@ -55,6 +55,16 @@ stop_if_done_or_stuck() {
     fi
 }
 
+# Exits if the error in the file $1 is one of the configuration, which mkd/cli/torchrun_report.py marks: another attempt
+# would end in the same way.
+stop_if_misconfigured() {
+    if [[ -f "$1" ]] && grep -q '"is_configuration": true' "$1"; then
+        say "error: the flags or the environment are wrong, and another attempt would end in the same way, so this job" \
+            "is not requeued. Correct what $1 names, and submit the job again"
+        exit 1
+    fi
+}
+
 # $1 is the log of the attempt.
 note_attempt() {
     say "attempt ${SLURM_RESTART_COUNT:-0} starts at $(where); follow it in $1"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mkd.cli.launched import end_with_launcher
 from mkd.cli.torchrun_report import report_to_torchrun
-from mkd.errors import MkdError, MkdTeacherTimeout
+from mkd.errors import MkdConfigError, MkdError, MkdTeacherTimeout
 from mkd.utils.logging import FILE_ONLY, logger
 
 _NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
@@ -63,7 +63,7 @@ def exit_status_of_rank(
         # All ranks fail alike: rank 0 reports first, and torchrun ends the others while they wait.
         if os.environ.get("RANK", "0") != "0":
             time.sleep(3)
-        _print_error(str(error))
+        _print_error(str(error), isinstance(error, MkdConfigError))
         logger.error(traceback.format_exc() if isinstance(error, OSError) else str(error), extra=FILE_ONLY)
         return error.status if isinstance(error, MkdTeacherTimeout) else 1
     except (MemoryError, RuntimeError) as error:
@@ -86,11 +86,11 @@ def exit_status_of_rank(
     return 0
 
 
-def _print_error(message: str) -> None:
-    """Print the line that ends the job, and repeat it in torchrun's report."""
+def _print_error(message: str, is_configuration: bool = False) -> None:
+    """Print the line that ends the job, and repeat it in torchrun's report; see `report_to_torchrun`."""
     line = f"{Path(sys.argv[0]).name}: error: {message}"
     print(line, file=sys.stderr, flush=True)
-    report_to_torchrun(line)
+    report_to_torchrun(line, is_configuration)
 
 
 def _last_line(error: BaseException) -> str:

@@ -189,6 +189,27 @@ def test_errors_are_in_the_output_of_the_script(slurm: Slurm) -> None:
     assert "\n8b_to_1b.sh: error: TEACHER is not set: the teacher's Hugging Face folder" in slurm.output
 
 
+def test_a_wrong_flag_is_not_tried_again(slurm: Slurm, quick_python: Path) -> None:
+    slurm.path, slurm.variables = [quick_python], {"MKD_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+    assert slurm.submit("python", "pretrain_kd.py", "--kd-ratoi", "0.5") == 1
+    assert len(slurm.calls()) == 1
+    assert "did you mean --kd-ratio?" in slurm.output
+    assert (
+        "error: the flags or the environment are wrong, and another attempt would end in the same way" in slurm.output
+    )
+    error = slurm.save / "logs" / f"{JOB_ID}.0.error.json"
+    assert f"Correct what {error} names" in slurm.output and "--kd-ratoi" in error.read_text()
+
+
+def test_other_errors_are_tried_again(slurm: Slurm) -> None:
+    """A full disk, for example; an error file of another attempt does not count."""
+    (slurm.save / "logs").mkdir(parents=True)
+    (slurm.save / "logs" / f"{JOB_ID}.0.error.json").write_text('{"is_configuration": true}')
+    write = """echo '{"message": {}, "is_configuration": false}' >"$TORCHELASTIC_ERROR_FILE"; exit 1"""
+    assert slurm.submit("sh", "-c", write) == 1
+    assert len(slurm.calls()) == 3
+
+
 def test_progress_then_none(slurm: Slurm) -> None:
     """Two attempts without progress, one that saves, three without progress."""
     steps = 'n=$(wc -l <"$SAVE/ATTEMPTS"); [ "$n" -ne 3 ] || echo 5 >"$SAVE/latest_checkpointed_iteration.txt"; exit 3'
