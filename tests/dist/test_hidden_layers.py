@@ -45,6 +45,7 @@ LAYOUTS = {
     "tp2": (2, Layout(tp=2)),
     "tp2-sp": (2, Layout(tp=2, sp=True)),
     "pp2": (2, Layout(pp=2)),
+    "pp2-3-and-1-layers": (2, Layout(pp=2, last=1)),
     "pp2-vp2": (2, Layout(pp=2, vp=2)),
     "dp2-mbs1": (2, Layout(mbs=1)),
     "tp2-sp-pp2-vp2": (4, Layout(tp=2, pp=2, vp=2, sp=True)),
@@ -52,7 +53,7 @@ LAYOUTS = {
 
 
 DISTANCES = {"mse": MSE, "cosine": COSINE}
-QUICK = {"mse": ["tp2-sp", "pp2-vp2", "dp2-mbs1"], "cosine": ["tp2", "pp2", "tp2-sp-pp2-vp2"]}
+QUICK = {"mse": ["tp2-sp", "pp2-vp2", "pp2-3-and-1-layers", "dp2-mbs1"], "cosine": ["tp2", "pp2", "tp2-sp-pp2-vp2"]}
 
 
 @pytest.mark.parametrize(

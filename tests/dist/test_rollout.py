@@ -239,6 +239,7 @@ LAYOUTS = {
     "dp2": (2, Layout(mbs=1)),
     "pp2 vp2": (2, Layout(pp=2, vp=2, mbs=1)),
     "pp2 variable lengths": (2, Layout(pp=2, variable=True)),
+    "pp2, 3 and 1 layers": (2, Layout(pp=2, last=1)),
     "tp2 sp cp2": (4, Layout(tp=2, cp=2, sp=True)),
     "tp2 sp pp2 vp2": (4, Layout(tp=2, pp=2, vp=2, sp=True)),
     "cp2 pp2": (4, Layout(cp=2, pp=2)),
