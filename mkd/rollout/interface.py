@@ -53,13 +53,15 @@ class Decoding:
         is_list = isinstance(new, list) and 1 <= len(new) <= self.tokens
         return is_list and all(type(token) is int and 0 <= token < self.true_vocab for token in new)
 
+    def first_end(self, before: Sequence[int], new: Sequence[int]) -> int | None:
+        """The number of new tokens up to the first one that ends the text `before` + `new`; None if none does."""
+        end = next((count for count, token in enumerate(new, start=1) if token in self.end_tokens), None)
+        stop = None if self.stops is None else self.stops.first_end(before, new[:end])
+        return end if stop is None else stop
+
     def up_to_end(self, new: Sequence[int]) -> list[int]:
         """The written tokens up to the first that ends the text, or all of them."""
-        ends = [place for place, token in enumerate(new) if token in self.end_tokens]
-        new = list(new[: ends[0] + 1] if ends else new)
-        if self.stops is None or not self.stops.are_in(new):
-            return new
-        return next((new[:count] for count in range(1, len(new)) if self.stops.end(new[:count])), new)
+        return list(new[: self.first_end((), new)])
 
 
 @dataclass(frozen=True)

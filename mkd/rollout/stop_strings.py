@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 _REPLACEMENT = "\ufffd"
+_FURTHER = 3
+"""Tokens before the window that may belong to its first character."""
 
 
 @dataclass(frozen=True)
@@ -15,21 +17,33 @@ class StopStrings:
     strings: tuple[str, ...]
     tokenizer: PreTrainedTokenizerBase
 
+    def first_end(self, before: Sequence[int], new: Sequence[int]) -> int | None:
+        """The number of new tokens up to the first one that completes a string in the text `before` + `new`; None if
+        none does."""
+        before = before[-self._window - _FURTHER :]
+        # One text in place of one per token. A text with U+FFFD may lack a string that a part of it has, see `end`.
+        text = self.tokenizer.decode([*before, *new])
+        if not self._are_in(text) and _REPLACEMENT not in text:
+            return None
+        return next((n for n in range(1, len(new) + 1) if self.end([*before, *new[:n]])), None)
+
     def end(self, tokens: Sequence[int]) -> bool:
         """True if the text ends with or in a token that completes one of the strings."""
-        # Each token has a byte at least; one more, because decoding may drop a space at the beginning.
-        window = max(len(text.encode()) for text in self.strings) + 1
         # Decoders of byte tokens write U+FFFD for all bytes in a row if the first ones are the end of a character. The
         # first byte of a character is among four in a row.
-        for count in range(window, window + 4):
+        for count in range(self._window, self._window + _FURTHER + 1):
             text = self.tokenizer.decode(tokens[-count:])
-            if any(string in text for string in self.strings):
+            if self._are_in(text):
                 return True
             if _REPLACEMENT not in text:
                 break
         return False
 
-    def are_in(self, tokens: Sequence[int]) -> bool:
-        """True if one of the strings is in the text."""
-        text = self.tokenizer.decode(tokens)
+    @property
+    def _window(self) -> int:
+        """Tokens that are sufficient for each string: a token has a byte at least; one more, because decoding may drop
+        a space at the beginning."""
+        return max(len(text.encode()) for text in self.strings) + 1
+
+    def _are_in(self, text: str) -> bool:
         return any(string in text for string in self.strings)

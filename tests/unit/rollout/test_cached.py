@@ -7,7 +7,7 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from mkd.rollout import attention
-from mkd.rollout.cached import _Sizes
+from mkd.rollout.cached import _Burst, _Sizes, _Text
 from mkd.rollout.interface import Decoding, Request
 
 
@@ -28,6 +28,16 @@ def test_slots_stay_within_the_memory(multiple: int, stages: int, texts: int) ->
         assert sizes.slots * sizes.microbatches <= max(texts, multiple)
         if texts >= 2 * multiple * stages and requests == 60:
             assert sizes.slots * sizes.microbatches >= min(texts // 2, 30), "the memory is used"
+
+
+def test_tokens_behind_the_end_of_a_text_are_discarded() -> None:
+    options = Decoding(tokens=5, end_tokens=frozenset({2}), true_vocab=9, rows=1, longest=64)
+    texts = [_Text(Request((1,)), number) for number in range(4)]
+    first = torch.tensor([[[3, 3, 2, 3]], [[4, 2, 4, 4]]])  # [passes, parts, R]
+    second = torch.tensor([[[5, 5, 5, 2]], [[6, 6, 6, 6]], [[7, 7, 7, 7]], [[8, 8, 8, 8]]])
+    both = [_Burst.of([[*texts, None]], torch.nn.functional.pad(tokens, (0, 1))) for tokens in (first, second)]
+    assert [[text.number for text in burst.record(options)] for burst in both] == [[1, 2], [0, 3]]
+    assert [text.written for text in texts] == [[3, 4, 5, 6, 7], [3, 2], [2], [3, 4, 2]]
 
 
 def test_modules_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

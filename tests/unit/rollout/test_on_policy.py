@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -235,6 +236,24 @@ def test_a_stop_string_is_found_behind_any_character(kind: str) -> None:
         tokens = tokenizer(3 * before + stop, add_special_tokens=False)["input_ids"]
         assert StopStrings((stop,), tokenizer).end(tokens), (before, stop)
         assert before == stop or not StopStrings((stop,), tokenizer).end(tokens[:-1]), (before, stop)
+
+
+@pytest.mark.parametrize("kind", ["byte_bpe", "unigram", "metaspace_bpe"])
+def test_the_first_stop_of_several_tokens_is_that_of_one_after_the_other(kind: str) -> None:
+    """Also where tokens are halves of characters."""
+    tokenizer, random = transformers_tokenizer(kind), Random(3)
+    stops, found = StopStrings(("\n\n", "\u20ac.", "a b", "\U0001f600"), tokenizer), []
+    pieces = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a", "b", " b", "\n", ".", "\u00e9")]
+    pieces += [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("\u20ac", "\U0001f600", "\u20ac.")]
+    for _ in range(300):
+        chosen = (random.choice(pieces) for _ in range(12))
+        tokens = [token for piece in chosen for token in piece[random.randrange(2) * random.randrange(len(piece)) :]]
+        where = random.randrange(len(tokens))
+        before, new = tokens[:where], tokens[where:]
+        expected = next((n for n in range(1, len(new) + 1) if stops.end([*before, *new[:n]])), None)
+        assert stops.first_end(before, new) == expected
+        found.append(expected)
+    assert 30 < found.count(None) < 270 and len(set(found)) > 5
 
 
 def replaced(sample: dict, packed: bool, teacher: int = -1, **options: Any) -> dict:
