@@ -24,8 +24,7 @@ from mkd.job.samples import SampleWriter, TaskEvaluation
 from mkd.job.teacher_check import check_teacher_quality
 from mkd.job.training_loop import Hooks
 from mkd.report.metrics import MetricsLog
-from mkd.teacher.inference.states_teacher import StatesTeacher
-from mkd.teacher.inference.teacher import InferenceTeacher
+from mkd.teacher.interface import Teacher
 from mkd.train.schedule import TeacherThenStudent
 from mkd.train.step import ForwardStep
 
@@ -60,6 +59,18 @@ def build(job: Job) -> TrainingParts:
     groups = Groups.from_megatron()
     datasets = job.data.sets()
     teacher = job.build_teacher(groups)
+    try:
+        return _parts(job, groups, datasets, teacher, metrics)
+    except BaseException:
+        if teacher is not None:
+            teacher.close()
+        raise
+
+
+def _parts(
+    job: Job, groups: Groups, datasets: list[Any], teacher: Teacher | None, metrics: MetricsLog
+) -> TrainingParts:
+    """Check the teacher and build the parts around it; see `build`."""
     step = job.forward_step(groups)
     if teacher is not None:
         check_teacher_quality(teacher, datasets[1] or datasets[0], groups, job, step)
@@ -117,7 +128,7 @@ def train(job: Job, parts: TrainingParts) -> None:
     except SystemExit as end:
         sys.exit(end.code or stop.status)
     finally:
-        if isinstance(parts.schedule.teacher, InferenceTeacher | StatesTeacher):
+        if parts.schedule.teacher is not None:
             parts.schedule.teacher.close()
     if stop.status:
         sys.exit(stop.status)

@@ -60,6 +60,11 @@ class TeacherEnsemble:
         """See `Teacher.fingerprint`."""
         return common_fingerprint([teacher.fingerprint() for teacher in self.teachers])
 
+    def close(self) -> None:
+        """See `Teacher.close`."""
+        for teacher in self.teachers:
+            teacher.close()
+
 
 class AveragedTeachers:
     """An ensemble with one vocabulary whose logits are averaged, as a single teacher.
@@ -111,3 +116,7 @@ class AveragedTeachers:
     def fingerprint(self) -> str:
         """See `Teacher.fingerprint`."""
         return self._ensemble.fingerprint()
+
+    def close(self) -> None:
+        """See `Teacher.close`."""
+        self._ensemble.close()

@@ -140,3 +140,8 @@ class Teacher(Protocol):
     def fingerprint(self) -> str:
         """128 bits in hexadecimal that change with the teacher's architecture or weights."""
         ...
+
+    def close(self) -> None:
+        """End the teacher's threads and connections, if it has any. Called once at the end of the job, also after an
+        error, on each rank by itself."""
+        ...

@@ -126,6 +126,9 @@ class OnlineTeacher:
         """See `Teacher.fingerprint`."""
         return self._fingerprint
 
+    def close(self) -> None:
+        """See `Teacher.close`: there is nothing to end."""
+
     def prepare(self, batches: Sequence[KDBatch], upcoming: Lookahead) -> list[KDBatch]:
         """See `Teacher.prepare`."""
         return list(batches)

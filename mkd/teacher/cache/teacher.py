@@ -68,6 +68,11 @@ class CachedTeacher:
         """See `Teacher.fingerprint`: of the teacher that computed the targets."""
         return self._reader.store.meta.teacher
 
+    def close(self) -> None:
+        """See `Teacher.close`: targets that are not read yet are not waited for."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
     @property
     def begins_early(self) -> bool:
         """See `Teacher.begins_early`."""
