@@ -92,7 +92,7 @@ def balance_text(work: Workload, losses: int) -> str | None:
     return (
         f"by arithmetic for a loss on every token, the LM heads make the student's last stage as slow as "
         f"{stages.of_stages(stages.even)[1]:.1f} layers, and the others have {stages.even}; "
-        f"--decoder-last-pipeline-num-layers {last} makes it {own:.1f} and {others:g}, {stages.saved(last):.0%} less "
+        f"--decoder-last-pipeline-num-layers {last} makes them {own:.1f} and {others:g}, {stages.saved(last):.0%} less "
         f"work on the slowest stage, and about {peak:.2f} GiB on the fullest rank; {_resume(student)}"
     )
 

@@ -97,7 +97,7 @@ def test_saved_under_pp2_resumed_in_another_layout(
     save, whole = six_steps
     resumed = cut_back(save, tmp_path / "save", 3)
     result = trained(job, {**SIX, **layout, "--save": resumed, "--load": resumed}, ranks=2)
-    assert "--decoder-last-pipeline-num-layers 1 makes it" in whole.output and "makes it" not in result.output
+    assert "--decoder-last-pipeline-num-layers 1 makes them" in whole.output and "makes them" not in result.output
     for seen, expected in zip(steps(result)[3:], steps(whole)[3:], strict=True):
         for key in ("loss", "ce", "kd", "grad_norm"):
             assert seen[key] == pytest.approx(expected[key], rel=1e-5), (seen["iteration"], key)

@@ -109,7 +109,7 @@ def test_line() -> None:
     text = balance_text(job, 1)
     assert (
         text is not None
-        and f"as slow as 14.3 layers, and the others have 8; {FLAG} 5 makes it 11.3 and 11, 21% less" in text
+        and f"as slow as 14.3 layers, and the others have 8; {FLAG} 5 makes them 11.3 and 11, 21% less" in text
     )
     peak = fullest(estimate(Workload(work(**{LAST: 5}).student, job.teachers, job.kd, True))).peak
     assert f"about {peak / 2**30:.2f} GiB on the fullest rank" in text and peak > fullest(estimate(job)).peak
