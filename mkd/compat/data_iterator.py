@@ -39,6 +39,26 @@ def peek(iterator: Any, count: int) -> list[Any]:
     return iterator.iterable.peek(count)
 
 
+def keep_random_state() -> None:
+    """Let data loaders have random numbers of their own.
+
+    torch's loaders take a seed for their workers from the default random state of the CPU when an iterator begins. On
+    CPU that is also the state of dropout, and a resumed job begins its iterators after it has read the state.
+    """
+    import torch
+    from megatron.training import training
+
+    build = training.build_pretraining_data_loader
+
+    def build_with_generator(dataset: Any, consumed: int) -> Any:
+        loader = build(dataset, consumed)
+        if loader is not None:
+            loader.generator = torch.Generator()
+        return loader
+
+    training.build_pretraining_data_loader = build_with_generator
+
+
 def allow_finished_jobs() -> None:
     """Build a loader without samples for a job that has made all its steps, so that it evaluates and ends.
 

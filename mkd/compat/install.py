@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from mkd.compat.checkpoints import CheckpointHooks, install_checkpoint_hooks
-from mkd.compat.data_iterator import allow_finished_jobs
+from mkd.compat.data_iterator import allow_finished_jobs, keep_random_state
 from mkd.compat.experts import (
     add_router_biases_in_fp32,
     balance_experts_over_unequal_ranks,
@@ -53,6 +53,7 @@ def install(
     resume_distributed_optimizer()
     resume_experts_on_other_ranks()
     allow_finished_jobs()
+    keep_random_state()
     if own_learning_rates:
         use_own_learning_rates()
     install_training_hooks(training)

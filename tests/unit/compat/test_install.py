@@ -25,6 +25,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
         "balance_experts_over_unequal_ranks",
         "resume_distributed_optimizer",
         "allow_finished_jobs",
+        "keep_random_state",
         "use_own_learning_rates",
         *LAST,
     ):
@@ -47,4 +48,5 @@ def test_stopping_wraps_the_training_hooks(calls: list[tuple], own_learning_rate
     install("training", "checkpoints", "stop", state, own_learning_rates=own_learning_rates)
     assert calls[-3:] == [(LAST[0], "training"), (LAST[1], "checkpoints"), (LAST[2], "stop", state)]
     rates = ["use_own_learning_rates"] * own_learning_rates
-    assert [call[0] for call in calls[:-3]] == ["resume_distributed_optimizer", "allow_finished_jobs", *rates]
+    first = ["resume_distributed_optimizer", "allow_finished_jobs", "keep_random_state"]
+    assert [call[0] for call in calls[:-3]] == [*first, *rates]
