@@ -145,7 +145,7 @@ def teacher_parallel(size: int, kind: str = "tensor") -> tuple[str, ...]:
 
 OVERLAP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
-LAST_OF_4 = ("--decoder-last-pipeline-num-layers", "4")
+LAST_OF_5 = ("--decoder-last-pipeline-num-layers", "5")
 """Fewer layers of the student on the stage that computes the LM heads and the loss; the teacher's stages are even."""
 FP8 = ("--kd-teacher-dtype", "fp8")
 GRAPH = ("--kd-teacher-micro-batch-size", "8", "--kd-teacher-cuda-graph")
@@ -188,7 +188,7 @@ def cases_for(gpus: int) -> list[Case]:
         experts = "8 to 4 layers of 30B-A3B"
         shared += [
             Case("TP2 SP, microbatch 4", gpus, layout=tp2, micro_batch=4),
-            Case("PP2, 12 and 4 layers", gpus, layout=(*parallel(pp=2), *LAST_OF_4, *OVERLAP)),
+            Case("PP2, 11 and 5 layers", gpus, layout=(*parallel(pp=2), *LAST_OF_5, *OVERLAP)),
             # The same data in three layouts, whose losses are compared.
             Case("experts on one GPU", 1, experts, EXPERTS, rows=16),
             Case("experts, EP2", gpus, experts, (*parallel(ep=2), *OVERLAP, *EXPERTS)),
