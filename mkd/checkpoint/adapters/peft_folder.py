@@ -27,6 +27,7 @@ from mkd.checkpoint.adapters.experts import (
     peft_shapes,
     to_peft,
 )
+from mkd.checkpoint.adapters.lora_targets import LoraTargets, is_named
 from mkd.checkpoint.adapters.merged import Adapters, MergedFolder
 from mkd.checkpoint.adapters.stored import short_names
 from mkd.checkpoint.hf.check import read_architecture
@@ -78,8 +79,8 @@ class PeftFolder:
 
     def __init__(self, path: str | os.PathLike, flag: str) -> None:
         """Raises:
-        MkdCheckpointError: a file is missing or damaged, the adapters are of a kind that mkd does not compute, or they
-            do not fit the model that `base_model_name_or_path` names.
+        MkdCheckpointError: a file is missing or damaged, the adapters are of a kind that mkd does not compute, they
+            do not fit the model that `base_model_name_or_path` names, or are not those of `target_modules`.
         """
         self.path, self.flag = Path(path), flag
         self.config = read_json_object(self.path / CONFIG, flag)
@@ -98,6 +99,7 @@ class PeftFolder:
         """Layer -> its name in the file."""
         self.layers: Sequence[str] = sorted(self._modules)
         """See `Adapters`."""
+        self._check_targets()
 
     def error(self, text: str) -> MkdCheckpointError:
         """An error that names the folder and its flag."""
@@ -187,6 +189,31 @@ class PeftFolder:
         if not found:
             raise self.error(f"{WEIGHTS} has no adapters")
         return modules
+
+    def _check_targets(self) -> None:
+        """Refuse "target_modules" that do not agree with the tensors: PEFT adapts the layers that it names, and leaves
+        tensors of other layers out."""
+        parameters = self.config.get("target_parameters") or []
+        plain = [
+            module
+            for layer, module in self._modules.items()
+            if layer not in self._experts and not any(is_named(f"{module}.weight", name) for name in parameters)
+        ]
+        targets = LoraTargets.read(self.config, self.error)
+        if missing := next((module for module in plain if not targets.has(module)), None):
+            raise self.error(
+                f"{WEIGHTS} has an adapter of {missing}, and PEFT leaves it out with {targets.description} in "
+                f"{CONFIG}: restore the values with which the folder was saved"
+            )
+        layers = [name.removesuffix(".weight") for name, (shape, _) in self.base.tensors.items() if len(shape) == 2]
+        for name in targets.names:
+            if not any(is_named(module, name) for module in self._modules.values()) and any(
+                is_named(layer, name) for layer in layers
+            ):
+                raise self.error(
+                    f'{CONFIG}: "target_modules" has {name}, and {WEIGHTS} no adapter of such a layer: restore the '
+                    "values with which the folder was saved"
+                )
 
     def _layer_name(self, module: str) -> str:
         """The beginning of the names of a module's tensors in the folder of the model."""

@@ -104,6 +104,48 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+REFUSED |= {
+    "a target removed": (
+        {"target_modules": ["down_proj"]},
+        r"adapter_model.safetensors has an adapter of model\.layers\.1\.self_attn\.q_proj, and PEFT leaves it out with "
+        r'"target_modules" \[.down_proj.\] in adapter_config.json',
+    ),
+    "no targets": ({"target_modules": []}, "has an adapter of .*, and PEFT leaves it out with"),
+    "a target added": (
+        {"target_modules": ["down_proj", "q_proj", "k_proj"]},
+        '"target_modules" has k_proj, and adapter_model.safetensors no adapter of such a layer',
+    ),
+    "another expression": (
+        {"target_modules": r".*\.1\..*"},
+        "has an adapter of model.layers.0.mlp.down_proj, and PEFT",
+    ),
+    "no expression": ({"target_modules": "("}, r"\"target_modules\" is '\(', no regular expression"),
+    "endless": (
+        {"target_modules": r"(.+)+\d!"},
+        r"--hf .*peft: .*the regular expression .* does not end on model",
+    ),
+    "targets of another kind": ({"target_modules": 3}, '"target_modules" is 3; names or a regular expression needed'),
+    "excluded": ({"exclude_modules": ["q_proj"]}, 'leaves it out with .*"exclude_modules"'),
+    "other layers": ({"layers_to_transform": 0}, r'self_attn.q_proj, .*"layers_to_transform" \[0\]'),
+    "layers of another kind": ({"layers_to_transform": ["0"]}, '"layers_to_transform" is .*; numbers are needed'),
+}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": r".*\.(down_proj|q_proj)"},
+        {"target_modules": None},
+        {"target_modules": ["model.layers.0.mlp.down_proj", "self_attn.q_proj"]},
+        {"target_modules": ["down_proj", "q_proj", "of_another_model"]},
+        {"layers_to_transform": [0, 1], "exclude_modules": ["k_proj"]},
+    ],
+)
+def test_targets_that_agree_with_the_tensors(folder: Path, keys: dict[str, Any]) -> None:
+    assert PeftFolder(changed(folder, **keys), "--hf").layers == list(LAYERS)
+
+
 @pytest.mark.parametrize(("keys", "message"), REFUSED.values(), ids=REFUSED)
 def test_refused(folder: Path, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(MkdCheckpointError, match=message):
