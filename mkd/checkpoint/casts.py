@@ -76,12 +76,15 @@ class CastCheck:
             )
 
 
-def count_infinite(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """Name -> number of infinite values, of the tensors that have any. One wait for the device."""
+def count_infinite(
+    tensors: Iterable[tuple[str, Tensor]], is_counted: Callable[[Tensor], Tensor] = torch.isinf
+) -> dict[str, int]:
+    """Name -> number of infinite values, or of others that `is_counted` marks, of the tensors that have any. One wait
+    for the device."""
     named = [(name, tensor) for name, tensor in tensors if tensor.is_floating_point() and tensor.numel()]
     if not named:
         return {}
-    counts = torch.stack([torch.isinf(tensor).sum() for _, tensor in named]).tolist()
+    counts = torch.stack([is_counted(tensor).sum() for _, tensor in named]).tolist()
     return {name: count for (name, _), count in zip(named, counts, strict=True) if count}
 
 

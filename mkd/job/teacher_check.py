@@ -1,4 +1,5 @@
-"""Check of the teacher before the first step: its perplexity on the first validation microbatch."""
+"""Checks of the teacher before the first step, or before a service answers: its perplexity on the first validation
+microbatch, and its weights."""
 
 import math
 from dataclasses import replace
@@ -6,8 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.data import default_collate
 
+from mkd.checkpoint.casts import count_infinite, listed
+from mkd.checkpoint.ranks import gather_objects
 from mkd.checkpoint.source import TeacherSource
 from mkd.data.batch import KDBatch
 from mkd.data.lookahead import Lookahead
@@ -53,6 +57,26 @@ def check_teacher_quality(teacher: Teacher, samples: Any, groups: Groups, job: J
     for source, numbers in zip(sources, total.tolist(), strict=True):
         _print_loss(teacher.fingerprint(), source, *numbers, vocab=job.vocabulary_of(source))
         _refuse_bad(source, *numbers[:2], vocab=job.vocabulary_of(source), allowed=job.kd.allow_bad_teacher)
+
+
+def check_weights(model: nn.Module, source: TeacherSource) -> None:
+    """Refuse a teacher with weights that are not finite, for a job that has no data to try it on. Collective over all
+    ranks.
+
+    Args:
+        model: the weights on this rank.
+        source: the teacher, for the message.
+
+    Raises:
+        MkdCheckpointError: on all ranks; names the weights of the first rank that has some.
+    """
+    counts = count_infinite(model.named_parameters(), lambda values: ~values.isfinite())
+    for rank, found in enumerate(gather_objects(counts)):
+        if found:
+            raise MkdCheckpointError(
+                f"{source.origin} holds weights that are not finite, or that overflow in this precision "
+                f"(--kd-teacher-dtype): {listed(found)} on rank {rank}"
+            )
 
 
 MAX_EXCESS_NATS = 2.0

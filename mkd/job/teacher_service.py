@@ -17,6 +17,7 @@ from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError
 from mkd.job.data import hash_of_tokenizer
 from mkd.job.teacher import ModelTeacherSpec, teacher_source
+from mkd.job.teacher_check import check_weights
 from mkd.job.without_student import describe_teacher, refuse_own_layout
 from mkd.models.gpt import logit_scale
 from mkd.teacher.service.addresses import Address, Secret, parse_address, require_secret
@@ -127,13 +128,16 @@ class ServiceJob:
 
         Raises:
             MkdConfigError: the address cannot be used.
+            MkdCheckpointError: the teacher has weights that are not finite.
         """
         groups = Groups.from_megatron()
         server = self._listen() if groups.leads_replica else None
         monitor = None if server is None else self._monitor(server)
         sequence_parallel = self.teacher.config.transformer.sequence_parallel
+        teacher = self.teacher.build(groups)
+        check_weights(teacher.model, self.teacher.source)
         ranks = TeacherRanks(
-            self.teacher.build(groups),
+            teacher,
             groups,
             sequence_parallel=sequence_parallel,
             token_multiple=FP8_TOKENS if self._is_fp8 else 1,

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from tests.support.e2e.launch import _rank
 from tests.support.e2e.quick_python import serving
 from tests.support.e2e.small_job import ROOT, SCRIPT, Result, SmallJob, environment, free_port, make_small_job, run
 from tests.support.fork_server import fork_server
+from tests.support.hf_folders import change_weights, read_weights
 
 VALUES = ("iteration", "loss", "ce", "kd", "grad_norm", "valid_loss", "valid_kd", "valid_teacher_ce")
 
@@ -238,6 +240,21 @@ def test_killed_launch(job: SmallJob, tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert int((save / "latest_checkpointed_iteration.txt").read_text()) >= 2
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite(job: SmallJob, tmp_path: Path, value: float) -> None:
+    """A student would find them with its first answer; the service ends before it has one."""
+    teacher, name = Path(shutil.copytree(job.teacher, tmp_path / "teacher")), "model.layers.1.mlp.down_proj.weight"
+    weights = read_weights(teacher)[name].clone()
+    weights[0, :3] = value
+    change_weights(teacher, {name: weights})
+    flags = ["--address", f"tcp://127.0.0.1:{free_port()}", "--kd-teacher-hf", str(teacher)]
+    flags += ["--seq-length", "32", "--micro-batch-size", "2"]
+    result = run(["serve-teacher", *flags], script=ROOT / "mkd/__main__.py")
+    assert result.status == 1 and "serving the teacher" not in result.output
+    assert f"--kd-teacher-hf {teacher} holds weights that are not finite" in result.errors
+    assert "3 values of decoder.layers.1.mlp.linear_fc2.weight on rank 0" in result.errors
 
 
 @pytest.mark.parametrize(
