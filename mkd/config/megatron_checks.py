@@ -4,6 +4,7 @@ import math
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 from mkd import cpu
@@ -482,6 +483,28 @@ def check_batch(args: Namespace) -> None:
             f"--global-batch-size {batch} is not divisible by --micro-batch-size {micro} * {replicas} data-parallel "
             "ranks"
         )
+    if args.step_batch_size_schedule is not None:
+        _check_step_batch_sizes(args.step_batch_size_schedule, args.seq_length)
+
+
+def _check_step_batch_sizes(schedule: str, seq_length: int) -> None:
+    """Refuse a schedule that Megatron cannot read, and one whose batches become smaller, at which a job would fail."""
+    from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+
+    what = f"--step-batch-size-schedule {schedule}"
+    try:
+        steps = StepBatchsizeNumMicroBatchesCalculator(1, 1, False, 1, schedule, seq_length).schedule
+    except (AssertionError, ValueError, OverflowError) as error:
+        raise MkdConfigError(
+            f"{what} ({error}): write TOKENS:BATCH for each batch size, from 0 tokens on, such as "
+            f'"0:64 {1000 * seq_length}:128"; --seq-length is {seq_length}'
+        ) from None
+    for (_, before), (samples, batch) in pairwise(steps):
+        if batch < before:
+            raise MkdConfigError(
+                f"{what}: the batch falls from {before} to {batch} after {samples} samples, which Megatron does not "
+                "support: let batches grow, or resume with another --step-batch-size-schedule"
+            )
 
 
 def check_positions(args: Namespace, kd: KDConfig) -> None:

@@ -240,6 +240,7 @@ def test_microbatches_of_virtual_stages(changes, message):
 
 TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
 TE = "transformer_impl"
+SCHEDULE = {"global_batch_size": None}
 CP, HIERARCHY = "context_parallel_size", "hierarchical_context_parallel_sizes"
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 FLAG_OF_FIRST = "--decoder-first-pipeline-num-layers"
@@ -256,6 +257,7 @@ FLAG_OF_FIRST = "--decoder-first-pipeline-num-layers"
         {"world_size": 6, CP: 3, TP: 2, "sequence_parallel": True, "cp_comm_type": ["a2a"]},
         {"world_size": 4, CP: 4, "seq_length": 32, "cp_comm_type": ["a2a+p2p"], HIERARCHY: [2, 2]},
         {"global_batch_size": 3, "rampup_batch_size": ["2", "2", "8"]},
+        {"global_batch_size": None, "step_batch_size_schedule": "0:4 1K:4 3K:8"},
         {"global_batch_size": None},
         {"max_position_embeddings": None},
         {"world_size": 5, PP: 5, FIRST: 2},
@@ -284,6 +286,13 @@ def test_layouts_that_fit(changes):
         ({"world_size": 2, TP: 2, "sequence_parallel": True, "seq_length": 31}, ["--seq-length 31", "parallel-size 2"]),
         ({"world_size": 2, "global_batch_size": 26}, ["--global-batch-size 26", "--micro-batch-size 2 * 2"]),
         ({"seq_length": 65}, ["--seq-length 65", "student's 64 positions"]),
+        ({**SCHEDULE, "step_batch_size_schedule": "0:8 300:4"}, ["falls from 8 to 4 after 10 samples"]),
+        (
+            {**SCHEDULE, "step_batch_size_schedule": "0:4 8:8"},
+            ["-schedule 0:4 8:8 (", "strictly increasing", "0:64 30000:"],
+        ),
+        ({**SCHEDULE, "step_batch_size_schedule": "0:4 x:8"}, ["-schedule 0:4 x:8 (", "write TOKENS:BATCH"]),
+        ({**SCHEDULE, "step_batch_size_schedule": "4"}, ["-schedule 4 (", "write TOKENS:BATCH"]),
         ({"world_size": 2, CP: 2}, ["--seq-length 30", "multiple of 4", "2 * --context-parallel-size 2 needs"]),
         ({"world_size": 3, CP: 2}, ["--context-parallel-size 2 = 2 does not divide the 3 ranks"]),
         (
