@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mkd.cli.launched import end_with_launcher
 from mkd.cli.torchrun_report import report_to_torchrun
+from mkd.config.run_file import check_kd_names
 from mkd.errors import MkdConfigError, MkdError, MkdTeacherTimeout
 from mkd.utils.logging import FILE_ONLY, logger
 
@@ -26,9 +27,11 @@ def prepare(flags: list[str]) -> None:
     Must run before Megatron is imported, because it installs the CPU backend.
 
     Raises:
-        MkdConfigError: the environment of the rank is inconsistent, or a file of --kd-config cannot be read.
+        MkdConfigError: no flag has a name that begins with --kd-, the environment of the rank is inconsistent, or a
+            file of --kd-config cannot be read.
     """
     end_with_launcher()
+    check_kd_names(flags)
     from mkd import cpu
     from mkd.compat.install import install_at_start
     from mkd.config.run_file import last_value, read_settings, words_of

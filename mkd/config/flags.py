@@ -2,7 +2,6 @@
 
 import sys
 from argparse import Action, ArgumentParser, Namespace
-from difflib import get_close_matches
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
@@ -16,7 +15,7 @@ from mkd.compat.startup import repair_help, repair_types
 from mkd.config.bounds import check_given
 from mkd.config.kd_config import KDConfig
 from mkd.config.kd_fields import KDFields
-from mkd.config.run_file import check_settings, read_settings, words_of
+from mkd.config.run_file import KD, check_settings, read_settings, unknown_words, words_of
 from mkd.errors import MkdConfigError
 from mkd.utils.encoding import require_text
 from mkd.utils.hub_folder import model_folder
@@ -105,15 +104,10 @@ def add_kd_flags(parser: ArgumentParser) -> ArgumentParser:
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown == message:
             raise MkdConfigError(message.removeprefix("argument "))
-        flag = unknown.split()[0].split("=")[0]
-        # Megatron's flags are many and resemble one another.
-        cutoff = 0.65 if flag.startswith("--kd-") else 0.8
-        guesses = get_close_matches(flag, parser._option_string_actions, n=1, cutoff=cutoff)
         listed = "mkd train --help-all lists all flags"
-        if flag.startswith("--") and not flag.startswith("--kd-"):
+        if unknown.startswith("--") and not unknown.startswith(KD):
             listed = f"megatron-core {megatron_version} has no such flag, other versions may; {listed}"
-        hint = f"did you mean {guesses[0]}?" if guesses else listed
-        raise MkdConfigError(f"unknown on the command line: {unknown} ({hint})")
+        raise unknown_words(unknown, parser._option_string_actions, listed)
 
     parser.error = refuse
     return parser

@@ -1,6 +1,6 @@
 """The fields of `KDConfig`, one per `--kd-*` flag. The docstring under a field is the flag's `--help` text."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Literal
 
@@ -531,3 +531,13 @@ class KDFields:
             temperature_squared=self.temperature_squared,
             z_loss=self.z_loss,
         )
+
+
+def kd_flags() -> list[str]:
+    """The flags of the fields, as Megatron's `ArgumentGroupFactory` names them: a field that is True by default has two
+    that turn it off. Torch and megatron, whose import takes seconds, are not needed."""
+    return [
+        f"--kd-{prefix}{one.name.replace('_', '-')}"
+        for one in fields(KDFields)
+        for prefix in (("no-", "disable-") if one.default is True else ("",))
+    ]

@@ -6,7 +6,6 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mkd import cpu
 from mkd.errors import MkdConfigError
 
 LARGEST_RANK = 4096
@@ -130,6 +129,8 @@ def check_latent_adapters(args: Namespace, options: LoraOptions, modules: Sequen
         MkdConfigError: names the layer and the flag.
     """
     name, tp = "kv_a_proj_with_mqa", args.tensor_model_parallel_size
+    from mkd import cpu  # torch, for which the names of flags (`kd_flags`) need not wait
+
     if name in modules and tp > 1 and not args.sequence_parallel and not cpu.is_target():
         raise MkdConfigError(
             f"--kd-lora {options.rank} has adapters of {name}, whose gradients are not summed over "

@@ -23,9 +23,11 @@ from typing import Any
 
 import yaml
 
+from mkd.config.kd_fields import kd_flags
 from mkd.errors import MkdConfigError
 
 FLAG = "--kd-config"
+KD = "--kd-"
 RECORD = "about"
 """Key of what a job records beside its flags. It is not read."""
 BOOL, NULL = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"
@@ -194,6 +196,43 @@ def record_of(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def check_kd_names(argv: Sequence[str]) -> None:
+    """Refuse names that no --kd-* flag has, on a command line or in the files that it names, before anything that takes
+    seconds is imported.
+
+    Raises:
+        MkdConfigError: names the flag, and one that is similar; or a file cannot be read.
+    """
+    known = kd_flags()
+    for setting in read_settings(argv):
+        if setting.flag.startswith(KD) and setting.flag not in known:
+            raise _unknown_name(setting, known)
+    for word in argv:
+        flag = word.partition("=")[0]
+        if flag.startswith(KD) and flag not in known:
+            raise unknown_words(word, known, "mkd train --help-all lists all flags")
+
+
+def unknown_words(words: str, flags: Iterable[str], otherwise: str) -> MkdConfigError:
+    """The error of words on the command line, the first of which is no flag.
+
+    Args:
+        words: the words.
+        flags: all flags.
+        otherwise: the hint where none of them is similar.
+    """
+    flag = words.split()[0].split("=")[0]
+    # Megatron's flags are many and resemble one another.
+    guesses = get_close_matches(flag, flags, n=1, cutoff=0.65 if flag.startswith(KD) else 0.8)
+    hint = f"did you mean {guesses[0]}?" if guesses else otherwise
+    return MkdConfigError(f"unknown on the command line: {words} ({hint})")
+
+
+def _unknown_name(setting: Setting, flags: Iterable[str]) -> MkdConfigError:
+    name = setting.flag.removeprefix("--")
+    return MkdConfigError(f"{setting.where}: no flag is named {name} ({_suggestion(name, flags)})")
+
+
 def check_settings(settings: Sequence[Setting], parser: ArgumentParser) -> None:
     """Check flags and types of values.
 
@@ -208,7 +247,7 @@ def check_setting(setting: Setting, parser: ArgumentParser) -> None:
     """Check one setting; `parser.error` must raise MkdConfigError."""
     action, name = parser._option_string_actions.get(setting.flag), setting.flag.removeprefix("--")
     if action is None or isinstance(action, _HelpAction):
-        raise MkdConfigError(f"{setting.where}: no flag is named {name} ({_suggestion(name, parser)})")
+        raise _unknown_name(setting, parser._option_string_actions)
     takes_none = action.nargs == 0
     if isinstance(setting.value, bool):
         if setting.value is False and isinstance(action, BooleanOptionalAction):
@@ -320,8 +359,8 @@ def _texts(node: yaml.Node, place: str, name: str) -> Iterator[str]:
     yield node.value
 
 
-def _suggestion(name: str, parser: ArgumentParser) -> str:
-    flags = parser._option_string_actions.keys() - {"--help", "-h"}
+def _suggestion(name: str, flags: Iterable[str]) -> str:
+    flags = set(flags) - {"--help", "-h"}
     for prefix in ("kd-", "no-"):
         if f"--{prefix}{name}" in flags:
             return f"did you mean {prefix}{name}?"

@@ -15,8 +15,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-import torch.distributed as dist
-
 from mkd.errors import visible
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -33,7 +31,8 @@ FILE_ONLY: dict[str, Any] = {"file_only": True}
 
 def current_rank() -> int:
     """The rank in the default process group; before it exists, the launcher's RANK, or 0."""
-    if dist.is_initialized():
+    dist = sys.modules.get("torch.distributed")  # seconds to import, and without it there is no process group
+    if dist is not None and dist.is_initialized():
         return dist.get_rank()
     text = os.environ.get("RANK", "0")
     return int(text) if text.isdecimal() else 0
