@@ -21,6 +21,7 @@ from mkd.job.data import folder_of_tokenizer, hash_of_tokenizer, number_of_itera
 from mkd.job.elsewhere.inference_teacher import InferenceSource
 from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
+from mkd.job.launch_bound import launch_text
 from mkd.job.memory_table import memory_line, offload_line, print_memory, workload
 from mkd.job.on_policy import rollout_plan
 from mkd.job.pipeline_balance import balance_text
@@ -29,6 +30,7 @@ from mkd.job.teacher import shape_of
 from mkd.losses.inputs import MAX_FP32_TEMPERATURE
 from mkd.models.delta_rule import missing_kernel
 from mkd.models.gated_delta_net import VARIANT
+from mkd.report.flops import peak_tflops
 from mkd.utils.logging import logger
 
 WARNING = "warning"
@@ -84,6 +86,7 @@ def plan(job: Job) -> dict[str, str]:
         "layout": _layout(args, args.world_size),
         **_teacher_layouts(job),
         **_stages(job),
+        **_launches(job),
         **({"rows": _rows(job)} if job.data.has_own_rows else {}),
         "batch": f"{args.global_batch_size} samples of {args.seq_length} tokens, microbatch {args.micro_batch_size}",
         "steps": f"{kd.epochs:g} epochs"
@@ -143,6 +146,16 @@ def _stages(job: Job) -> dict[str, str]:
     losses = 1 if job.kd.is_plain_pretraining else len(job.teacher.sources)
     text = balance_text(workload(job), losses)
     return {} if text is None else {"stages": text}
+
+
+def _launches(job: Job) -> dict[str, str]:
+    """Flags for teachers that wait for the host, on a GPU whose rate is known."""
+    tflops = None if cpu.is_target() else peak_tflops(torch.cuda.get_device_name())
+    if tflops is None or job.kd.is_plain_pretraining:
+        return {}
+    texts = (launch_text(teacher, job.args, job.kd, tflops) for teacher in job.teacher.models)
+    found = list(dict.fromkeys(text for text in texts if text is not None))
+    return {"launches": "; ".join(found)} if found else {}
 
 
 def _rows(job: Job) -> str:

@@ -1,0 +1,73 @@
+"""Teachers whose kernels the GPU computes faster than the host launches them, and the flags that help."""
+
+import math
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from mkd.config.kd_config import KDConfig
+from mkd.config.teacher_args import check_teacher_graph, check_teacher_passes
+from mkd.data.text_size import TextSize
+from mkd.errors import MkdConfigError
+from mkd.report.flops import layer_flops
+
+_HOST_MS, _HOST_MS_FP8, _HOST_MS_TP = 2.0, 1.0, 1.5
+"""Milliseconds that the host takes to launch a layer's forward pass, further ones in FP8, and further ones for the
+collectives of tensor parallelism: measured beside H200s (docs/benchmarks.md, "The teacher's forward passes on one GPU"
+and "Whole trainings on two GPUs"). Other hosts may be faster."""
+_UTILIZATION = 0.6
+"""Share of the peak rate that layers reach."""
+
+
+def layer_times(teacher: Namespace, rows: int, tflops: float) -> tuple[float, float]:
+    """(milliseconds of the GPU, milliseconds of the host) per layer of a forward pass.
+
+    Args:
+        teacher: Megatron's arguments of the teacher, in its layout.
+        rows: rows of `seq_length` tokens of a pass.
+        tflops: dense bf16 TFLOP/s of the GPU.
+    """
+    tp, length = teacher.tensor_model_parallel_size, teacher.seq_length
+    text = TextSize(rows * length, rows * length**2, rows * length)
+    is_fp8 = bool(teacher.fp8)
+    rate = tflops * _UTILIZATION * (2.0 if is_fp8 else 1.0)
+    gpu = layer_flops(teacher, text) / (tp * teacher.context_parallel_size) / rate / 1e9
+    return gpu, _HOST_MS + _HOST_MS_FP8 * is_fp8 + _HOST_MS_TP * (tp > 1)
+
+
+def launch_text(teacher: Namespace, args: Namespace, kd: KDConfig, tflops: float) -> str | None:
+    """A sentence that proposes flags for a teacher that waits for the host; None if it does not, or no flag is left.
+
+    Args:
+        teacher: Megatron's arguments of the teacher, in its layout.
+        args: Megatron's arguments of the job.
+        kd: the flags.
+        tflops: see `layer_times`.
+    """
+    rows = kd.teacher_micro_batch_size or args.micro_batch_size
+    gpu, host = layer_times(teacher, rows, tflops)
+    if gpu >= host or kd.teacher_cuda_graph:
+        return None
+    joined = min(rows * math.ceil(host / gpu), args.global_batch_size // args.data_parallel_size)
+    changes: dict[str, dict[str, Any]] = {"--kd-teacher-cuda-graph": {"teacher_cuda_graph": True}}
+    if joined > rows:
+        changes[f"--kd-teacher-micro-batch-size {joined}"] = {"teacher_micro_batch_size": joined}
+    flags = [flag for flag, change in changes.items() if _is_accepted(teacher, args, kd, change)]
+    if not flags:
+        return None
+    return (
+        f"by arithmetic the GPU computes a layer of the teacher in {gpu:.1f} ms, and the host may take {host:g} ms to "
+        f"launch it: try {' or '.join(flags)}"
+    )
+
+
+def _is_accepted(teacher: Namespace, args: Namespace, kd: KDConfig, change: Mapping[str, Any]) -> bool:
+    """True if the job may have a field of `KDConfig` in addition."""
+    try:
+        other = replace(kd, **change)
+        check_teacher_graph(teacher, other)
+        check_teacher_passes(teacher, args, other)
+    except MkdConfigError:
+        return False
+    return True
