@@ -49,6 +49,9 @@ from tests.support.tolerance import FP32, GRADIENT, STEP_LOSS, assert_close_norm
 PROMPTS = ((5, 9, 77), (1,), tuple(range(40, 50)), (30, 2), (8, 8, 8, 8))
 
 
+END_TOKENS = frozenset(range(20))
+
+
 class PackedRows(RowLayout):
     """Rows like those of `kd_samples`, which have eight segment bounds each."""
 
@@ -66,7 +69,7 @@ def on_policy(
     **changes: Any,
 ) -> OnPolicy:
     given: dict[str, Any] = dict(
-        tokens=9, end_tokens=frozenset(range(20)), true_vocab=VOCAB, rows=2, longest=ROW, temperature=1.0, seed=3
+        tokens=9, end_tokens=END_TOKENS, true_vocab=VOCAB, rows=2, longest=ROW, temperature=1.0, seed=3
     )
     kind = PackedRows if packed else RowLayout
     layout = kind(ROW, 4 if packed else 8, is_packed=packed, kd_everywhere=False)
@@ -221,6 +224,7 @@ def oracle(
     into: Path,
     names: Mapping[int, int] | None = None,
     hidden_weight: float = 0.0,
+    options: WrittenRowOptions = WrittenRowOptions(),  # noqa: B008 (frozen)
 ) -> tuple[float, list[int]]:
     """Loss of a step in float64, and the teacher of each row; the gradients are saved as weights of a folder like the
     student's.
@@ -232,12 +236,13 @@ def oracle(
         into: folder of the gradients.
         names: row -> the teacher that its record names.
         hidden_weight: W of the distance between the outputs of the first layers.
+        options: weights of the written tokens.
     """
     student, *teachers = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
         for folder in folders
     )
-    kd, ce, chosen = [], [], []
+    kd, ce, chosen, weights = [], [], [], []
     for number, row in enumerate(given_rows()):
         if number in texts:
             prompt, new = texts[number]
@@ -245,9 +250,13 @@ def oracle(
             used = torch.arange(ids.shape[1]) >= len(prompt) - 1
             used[-1] = False  # no token follows
             labels = torch.tensor(new)
+            half_life = options.half_life or torch.inf
+            weights.append(0.5 ** (torch.arange(len(new), dtype=torch.float64) / half_life))
+            weights[-1] *= not options.drops_cut_off or new[-1] in END_TOKENS
         else:
             ids, used = row["tokens"][None], row["loss_mask"] > 0
             labels = row["labels"][used]
+            weights.append(torch.ones(len(labels), dtype=torch.float64))
         output, others = (
             student(ids, output_hidden_states=True),
             [teacher(ids, output_hidden_states=True) for teacher in teachers],
@@ -261,7 +270,7 @@ def oracle(
             kd[-1] = kd[-1] + hidden_weight * (ours - theirs.detach()).square().mean(dim=-1)
         if number not in texts:
             ce.append(torch.nn.functional.cross_entropy(z, row["labels"][used], reduction="none"))
-    loss = torch.cat(kd).mean()
+    loss = torch.cat(kd) @ torch.cat(weights) / torch.cat(weights).sum()
     if ce:
         loss = (1.0 - GIVEN_RATIO) * torch.cat(ce).mean() + GIVEN_RATIO * loss
     loss.backward()
@@ -280,6 +289,7 @@ def step_of_folders(
     share: float,
     names: Sequence[int] = (),
     hidden_weight: float = 0.0,
+    options: WrittenRowOptions = WrittenRowOptions(),  # noqa: B008 (frozen)
 ) -> tuple[dict[int, Text], dict[str, list[float]], dict[str, Tensor]]:
     """Written texts by row, reports (name -> [sum, count]) and gradients of a step.
 
@@ -290,12 +300,13 @@ def step_of_folders(
         share: L.
         names: the teacher that the record of each prompt names.
         hidden_weight: see `oracle`.
+        options: see `oracle`.
     """
     with parallel_state(Layout()):
         groups = Groups.from_megatron()
         sources = [HFFolder(folder, "--hf") for folder in folders]
         policy = on_policy(
-            share, teachers=names, options=WrittenRowOptions(is_routed=bool(names)), true_vocab=FOLDER_VOCAB
+            share, teachers=names, options=replace(options, is_routed=bool(names)), true_vocab=FOLDER_VOCAB
         )
         ratio, several = 1.0 if share == 1.0 else GIVEN_RATIO, len(sources) > 2
         mode = "select" if several else "sum"
@@ -330,7 +341,8 @@ def step_of_folders(
         texts = {row: (request.prompt, text.tokens) for row, (request, text) in written.items()}
         sums = {name: sum(report[name].double() for report in reports).tolist() for name in reports[0]}
         given = sum(row["loss_mask"].sum() for number, row in enumerate(rows) if number not in texts)
-        assert sums["loss"][1] == (given or sum(len(new) for _, new in texts.values()))
+        kept = [text for _, text in written.values() if text.ended or not options.drops_cut_off]
+        assert sums["loss"][1] == (given or sum(len(text.tokens) for text in kept))
         gradients = {name: p.main_grad for name, p in unwrap_model(chunks[0]).named_parameters()}
         return texts, sums, gradients
 
@@ -373,6 +385,19 @@ def test_a_step_is_that_of_the_definition(gloo_pool, tmp_path: Path, kind: Diver
     ((texts, sums, gradients),) = gloo_pool(1).run(step_of_folders, folders, kind, share)
     assert len({len(new) for _, new in texts.values()}) > 1 and len(texts) == ROWS * share
     loss, _ = oracle(folders, texts, LossSpec(divergence=kind), tmp_path / "gradients")
+    assert mean(sums["loss"]) == pytest.approx(loss, rel=FP32)
+    compare_gradients(gloo_pool, gradients, tmp_path / "gradients")
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_weights_of_written_tokens(gloo_pool, tmp_path: Path, share: float) -> None:
+    """The divisor is the sum of the weights of given and written tokens; texts that are cut off have none."""
+    folders = [make_llama(tmp_path / "student", **SIZES), make_llama(tmp_path / "teacher", **WIDE)]
+    options = WrittenRowOptions(drops_cut_off=True, half_life=3.0)
+    ((texts, sums, gradients),) = gloo_pool(1).run(step_of_folders, folders, "reverse_kl", share, (), 0.0, options)
+    assert {new[-1] in END_TOKENS for _, new in texts.values()} == {True, False}
+    spec = LossSpec(divergence="reverse_kl")
+    loss, _ = oracle(folders, texts, spec, tmp_path / "gradients", options=options)
     assert mean(sums["loss"]) == pytest.approx(loss, rel=FP32)
     compare_gradients(gloo_pool, gradients, tmp_path / "gradients")
 
