@@ -83,12 +83,12 @@ def expected(folders: dict[str, Path]) -> dict[str, list[list[int]]]:
     return found
 
 
-def generated(folder: Path) -> list[list[int]]:
-    """New tokens of each prompt."""
+def generated(folder: Path, end: int | None = None) -> list[list[int]]:
+    """New tokens of each prompt, up to the end token if there is one."""
     model, texts = AutoModelForCausalLM.from_pretrained(folder), []
     for prompt in PROMPTS:
         with torch.no_grad():
-            out = model.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)
+            out = model.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False, eos_token_id=end)
         texts.append(out[0, len(prompt) :].tolist())
     return texts
 
@@ -193,6 +193,18 @@ def test_a_text_ends_with_an_end_token(gloo_pool, folders, expected, engine) -> 
         until = text.index(end) + 1 if end in text else len(text)
         assert short == text[:until]
     assert any(len(text) < TOKENS for text in found["llama"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_ends_its_texts_as_transformers(gloo_pool, folders, expected, name: str) -> None:
+    """The end token is one that shortens a text in its middle."""
+    end = next(token for text in expected[name] for token in text[4:10] if text.index(token) >= 4)
+    engine: Engine = "uncached" if "hybrid" in name else "cached"
+    (found,) = gloo_pool(1).run(written, {name: folders[name]}, 1, 1, 1, end, engine)
+    whole = generated(folders[name], end)
+    assert found[name] == whole
+    assert any(4 < len(text) < TOKENS and text[-1] == end for text in whole)
 
 
 TEMPERATURES = (0.0, 1.5)
