@@ -82,6 +82,7 @@ LAYOUTS = {
     "pp2": (2, Layout(pp=2)),
     "cp2": (2, Layout(cp=2)),
     "dp2": (2, Layout()),
+    "pp2 vp2": (2, Layout(pp=2, vp=2)),
     "tp2 pp2": (4, Layout(tp=2, pp=2)),
     "tp2 sp pp2 vp2": (4, Layout(tp=2, pp=2, vp=2, sp=True)),
 }
@@ -152,10 +153,18 @@ def test_packed_rows_have_the_loss_of_rows_with_one_text(gloo_pool, one_rank) ->
     compare(found, one_rank[1.0])
 
 
-def test_experts(gloo_pool) -> None:
-    models = Models(moe=True)
-    expected = combine(gloo_pool(1).run(kd_step, Layout(), models, on_policy(1.0)))
-    compare(combine(gloo_pool(2).run(kd_step, Layout(ep=2), models, on_policy(1.0))), expected)
+@pytest.mark.parametrize(
+    ("share", "packed"),
+    [
+        pytest.param(1.0, False, id="written"),
+        pytest.param(0.5, False, id="half", marks=pytest.mark.slow),
+        pytest.param(0.5, True, id="half packed", marks=pytest.mark.slow),
+    ],
+)
+def test_experts(gloo_pool, share: float, packed: bool) -> None:
+    models, policy = Models(moe=True, data="packed") if packed else Models(moe=True), on_policy(share, packed)
+    expected = combine(gloo_pool(1).run(kd_step, Layout(), models, policy))
+    compare(combine(gloo_pool(2).run(kd_step, Layout(ep=2), models, policy)), expected)
 
 
 def test_the_share_and_the_seed_change_the_step(gloo_pool, one_rank) -> None:
