@@ -46,6 +46,7 @@ from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.utils.json_files import require_regular_files
 from mkd.utils.logging import logger
 from mkd.utils.pretrained import code_needed, remote_code_refused
+from mkd.utils.tokenizer_flag import tokenizer_flag
 
 
 def adopt_architecture(args: Namespace, architecture: dict[str, Any], origin: str) -> None:
@@ -188,7 +189,7 @@ def _set_globals(line: CommandLine) -> None:
     except Exception as error:  # whatever the tokenizer's own library raises
         reason = code_needed(str(args.tokenizer_model), ("AutoTokenizer", "AutoConfig"), error)
         reason = reason or f"cannot be loaded as {args.tokenizer_type}: {' '.join(str(error).split())}"
-        raise MkdConfigError(f"--tokenizer-model {args.tokenizer_model} {reason}") from error
+        raise MkdConfigError(f"{tokenizer_flag(args)} {args.tokenizer_model} {reason}") from error
     line.is_complete = True
 
 

@@ -35,6 +35,7 @@ from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.utils.atomic_files import hash_of
 from mkd.utils.logging import logger
 from mkd.utils.pretrained import tokenizer_fingerprint
+from mkd.utils.tokenizer_flag import tokenizer_flag
 
 
 def select_checkpoint(args: Namespace, state: RunState) -> ResumePoint | None:
@@ -251,7 +252,7 @@ def check_position(
     rows_are_texts = bool(foreign) or any(map(is_chat_file, names))
     tokenizers = []
     if (rows_are_texts or kd.is_on_policy) and args.tokenizer_type == "HuggingFaceTokenizer" and args.tokenizer_model:
-        tokenizers = [(args.tokenizer_model, "--tokenizer-model"), *foreign]
+        tokenizers = [(args.tokenizer_model, tokenizer_flag(args)), *foreign]
     state.data_fingerprints = [content_fingerprint(name) for name in names]
     state.tokenizer_fingerprints = [tokenizer_fingerprint(*one) for one in tokenizers] or None
     state.prompts_fingerprint = _hash_of(kd.prompts if kd.is_on_policy else None)

@@ -45,8 +45,7 @@ from mkd.models.lora import Lora
 from mkd.utils.atomic_files import regular_target
 from mkd.utils.hub_folder import model_folder
 from mkd.utils.pretrained import holds_tokenizer, require_tokenizer_files
-
-TOKENIZER = "--tokenizer-model"
+from mkd.utils.tokenizer_flag import adopt_tokenizer, tokenizer_flag
 
 
 @dataclass
@@ -80,7 +79,7 @@ class JobDraft(CommandLine):
     @property
     def student_origin(self) -> str:
         """Flag and folder of the student's tokenizer, for messages."""
-        return self.student.origin if self.student else f"--tokenizer-model {self.args.tokenizer_model}"
+        return self.student.origin if self.student else f"{tokenizer_flag(self.args)} {self.args.tokenizer_model}"
 
     @property
     def data(self) -> JobData:
@@ -113,7 +112,7 @@ def _adopt_architecture(draft: JobDraft) -> None:
         adopt_architecture(args, draft.student.architecture, draft.student.origin)
         args.tokenizer_type = args.tokenizer_type or "HuggingFaceTokenizer"
         if args.tokenizer_model is None and holds_tokenizer(draft.student.path):
-            args.tokenizer_model = _tokenizer_folder(draft.student, draft.kd.student_hf)
+            adopt_tokenizer(args, _tokenizer_folder(draft.student, draft.kd.student_hf), draft.student.origin)
     elif args.use_checkpoint_args:
         adopt_from_checkpoint(args, draft.state)
 
@@ -129,8 +128,11 @@ def _check_tokenizer_files(draft: JobDraft) -> None:
             "--tokenizer-type NullTokenizer"
         )
         require_tokenizer_files(student.path, student.origin, remedy)
-    elif args.tokenizer_model is not None and (folder := model_folder(args.tokenizer_model, TOKENIZER)).is_dir():
-        require_tokenizer_files(folder, f"{TOKENIZER} {args.tokenizer_model}")
+    elif (
+        args.tokenizer_model is not None
+        and (folder := model_folder(args.tokenizer_model, tokenizer_flag(args))).is_dir()
+    ):
+        require_tokenizer_files(folder, f"{tokenizer_flag(args)} {args.tokenizer_model}")
 
 
 def _find_adapters(draft: JobDraft) -> None:

@@ -35,6 +35,7 @@ from mkd.errors import MkdConfigError, MkdDataError
 from mkd.rollout.rows import WrittenViews
 from mkd.train.objective import CrossTokenizer
 from mkd.utils.logging import logger
+from mkd.utils.tokenizer_flag import tokenizer_flag
 from mkd.xtoken.text.conversations import ends_of_turn
 from mkd.xtoken.text.tokenize_and_align import TextAligner
 from mkd.xtoken.text.tokens import Role, SpanTokenizer
@@ -71,7 +72,7 @@ class CrossTokenizers:
         """
         _check(sources, args, kd)
         folders = (args.tokenizer_model, *(str(source.tokenizer_folder) for source in sources))
-        flags = ("--tokenizer-model", *(source.origin.split()[0] for source in sources))
+        flags = (tokenizer_flag(args), *(source.origin.split()[0] for source in sources))
         options = RecordOptions.of(kd.data_format, kd.bad_records)
         encoder = TextAligner(folders, flags, all_messages=kd.mask == "all", options=options)
         tokens = [0] * len(folders)

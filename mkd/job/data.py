@@ -32,6 +32,7 @@ from mkd.errors import MkdCacheError
 from mkd.job.cross_tokenizer import CrossTokenizers, row_layout
 from mkd.teacher.cache.store import META
 from mkd.utils.logging import logger
+from mkd.utils.tokenizer_flag import tokenizer_flag
 
 
 def refuse_data_cache(folder: Path, args: Namespace, flag: str) -> None:
@@ -222,10 +223,7 @@ class JobData:
     def chat_tokenizer(self) -> ChatTokenizer:
         """Tokenizer of chat data."""
         options = RecordOptions.of(self.kd.data_format, self.kd.bad_records)
-        is_students = self.args.tokenizer_model == self.kd.student_hf
-        return ChatTokenizer(
-            self.args.tokenizer_model, options, "--kd-student-hf" if is_students else "--tokenizer-model"
-        )
+        return ChatTokenizer(self.args.tokenizer_model, options, tokenizer_flag(self.args))
 
     def _row_sets(self, config: GPTDatasetConfig) -> RowSets:
         args, kd = self.args, self.kd
@@ -254,7 +252,7 @@ def folder_of_tokenizer(args: Namespace, student: ModelSource | None) -> Path | 
 
 
 def hash_of_tokenizer(args: Namespace) -> str | None:
-    """Hash of --tokenizer-model; None if it is not a Hugging Face folder."""
+    """Hash of the student's tokenizer; None if it is not a Hugging Face folder."""
     if args.tokenizer_type != "HuggingFaceTokenizer" or not Path(args.tokenizer_model).is_dir():
         return None
-    return tokenizer_hash(Path(args.tokenizer_model), "--tokenizer-model")
+    return tokenizer_hash(Path(args.tokenizer_model), tokenizer_flag(args))

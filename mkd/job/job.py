@@ -38,6 +38,7 @@ from mkd.train.objective import LossContext
 from mkd.train.step import ForwardStep
 from mkd.utils.logging import logger, set_level
 from mkd.utils.pretrained import load_tokenizer
+from mkd.utils.tokenizer_flag import tokenizer_flag
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class Job:
         """[ids] bytes of each of the tokenizer's tokens, for bits per byte; None if unknown."""
         lengths = None
         if self.args.tokenizer_type == "HuggingFaceTokenizer" and Path(self.args.tokenizer_model).is_dir():
-            lengths = byte_lengths(load_tokenizer(self.args.tokenizer_model))
+            lengths = byte_lengths(load_tokenizer(self.args.tokenizer_model, tokenizer_flag(self.args)))
         if lengths is None:
             logger.info(f"no bits per byte: the bytes of a token are unknown for {self.args.tokenizer_type}")
         return None if lengths is None else lengths.to("cuda")

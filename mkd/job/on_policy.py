@@ -61,7 +61,7 @@ def on_policy_of(
     writer = Writer.of(args, kd.rollout_tokens, true_vocab)
     if not writer.decoding.end_tokens:
         raise MkdDataError(
-            f"--tokenizer-model {args.tokenizer_model} has no end token, and every text of --kd-on-policy would be cut "
+            f"{writer.flag} {args.tokenizer_model} has no end token, and every text of --kd-on-policy would be cut "
             "off: set eos_token in its tokenizer_config.json"
         )
     length = _most_tokens(args, kd, longest)
@@ -70,7 +70,7 @@ def on_policy_of(
             f"--kd-rollout-tokens is {kd.rollout_tokens}; it must be below {length}, the positions of the models: "
             "prompt and answer are one text"
         )
-    prompts = read_prompts(kd.prompts, writer.tokenizer, length - kd.rollout_tokens, ON_POLICY)
+    prompts = read_prompts(kd.prompts, writer.tokenizer, length - kd.rollout_tokens, ON_POLICY, writer.flag)
     require_known_tokens(prompts, true_vocab)
     stops = None if kd.rollout_stop is None else StopStrings(tuple(kd.rollout_stop), writer.tokenizer)
     teachers = _teachers(prompts, kd, source)

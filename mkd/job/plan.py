@@ -32,6 +32,7 @@ from mkd.models.delta_rule import missing_kernel
 from mkd.models.gated_delta_net import VARIANT
 from mkd.report.flops import peak_tflops
 from mkd.utils.logging import logger
+from mkd.utils.tokenizer_flag import tokenizer_flag
 
 WARNING = "warning"
 """Label of the plan's line of `job_warnings`."""
@@ -238,7 +239,7 @@ def uncompared_tokenizers(args: Namespace, student: ModelSource | None, teachers
         if is_same_model or (own is not None and isinstance(one, InferenceSource)):
             continue
         if own is None:
-            reason = f"--tokenizer-model {args.tokenizer_model} ({args.tokenizer_type}) is no Hugging Face folder"
+            reason = f"{tokenizer_flag(args)} {args.tokenizer_model} ({args.tokenizer_type}) is no Hugging Face folder"
         elif one.tokenizer_hash is None:
             reason = "its folder has no tokenizer files" if isinstance(one, ModelSource) else "it records no tokenizer"
         else:

@@ -21,6 +21,7 @@ from mkd.rollout.interface import Decoding, Engine, Request, WrittenText
 from mkd.rollout.write import write_texts
 from mkd.utils.hub_folder import model_folder
 from mkd.utils.pretrained import load_tokenizer
+from mkd.utils.tokenizer_flag import tokenizer_flag
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class SampleWriter:
         if kd.sample_prompts is None:
             return None
         writer = Writer.of(args, kd.sample_tokens, true_vocab)
-        prompts = read_prompts(kd.sample_prompts, writer.tokenizer, writer.longest_prompt)
+        prompts = read_prompts(kd.sample_prompts, writer.tokenizer, writer.longest_prompt, tokenizer_flag=writer.flag)
         require_known_tokens(prompts, true_vocab)
         return cls(prompts, writer)
 
@@ -70,7 +71,7 @@ class TaskEvaluation:
         if kd.eval_tasks is None:
             return None
         writer = Writer.of(args, kd.eval_tokens, true_vocab)
-        tasks = read_tasks(kd.eval_tasks, writer.tokenizer, writer.longest_prompt)
+        tasks = read_tasks(kd.eval_tasks, writer.tokenizer, writer.longest_prompt, writer.flag)
         require_known_tokens((task.prompt for task in tasks), true_vocab)
         return cls(tasks, writer)
 
@@ -90,23 +91,26 @@ class Writer:
     """Lets the student continue prompts with its most probable tokens."""
 
     tokenizer: PreTrainedTokenizerBase
+    flag: str
+    """The flag that named the tokenizer's folder, for messages."""
     decoding: Decoding
     engine: Engine
 
     @classmethod
     def of(cls, args: Namespace, tokens: int, true_vocab: int) -> "Writer":
         """Args: Megatron's arguments, tokens that are written at most, and the student's vocabulary size."""
-        tokenizer = load_tokenizer(args.tokenizer_model)
+        flag = tokenizer_flag(args)
+        tokenizer = load_tokenizer(args.tokenizer_model, flag)
         multiple = length_multiple(args)
         decoding = Decoding(
             tokens=tokens,
-            end_tokens=end_tokens(tokenizer, _generation_config(Path(args.tokenizer_model))),
+            end_tokens=end_tokens(tokenizer, _generation_config(Path(args.tokenizer_model), flag)),
             true_vocab=true_vocab,
             rows=args.eval_micro_batch_size,
             longest=text_positions(args, None) // multiple * multiple,
             length_multiple=multiple,
         )
-        return cls(tokenizer, decoding, "cached" if reason_against_cache(args) is None else "uncached")
+        return cls(tokenizer, flag, decoding, "cached" if reason_against_cache(args) is None else "uncached")
 
     @property
     def longest_prompt(self) -> int:
@@ -128,9 +132,9 @@ def text_positions(args: Namespace, longest: int | None) -> int:
     return min(positions for positions in known if positions)
 
 
-def _generation_config(folder: Path) -> dict[str, Any]:
+def _generation_config(folder: Path, flag: str) -> dict[str, Any]:
     """Raises MkdCheckpointError for a file that is not a JSON object: texts would end elsewhere than the model's."""
-    file = model_folder(folder, "--tokenizer-model") / "generation_config.json"
+    file = model_folder(folder, flag) / "generation_config.json"
     if not file.is_file():
         return {}
-    return read_json_object(file, "--tokenizer-model")
+    return read_json_object(file, flag)

@@ -12,6 +12,7 @@ from mkd.errors import MkdConfigError
 from mkd.models.delta_rule import missing_kernel
 from mkd.models.gated_delta_net import VARIANT
 from mkd.utils.logging import logger
+from mkd.utils.tokenizer_flag import adopt_tokenizer
 
 
 def describe_teacher(args: Namespace, source: ModelSource, student: ModelSource | None) -> None:
@@ -36,11 +37,12 @@ def describe_teacher(args: Namespace, source: ModelSource, student: ModelSource 
         check_divisions("the teacher", shape, args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
         check_attention_heads("the teacher", shape, args)
     own = args.tokenizer_model is None
-    if own and (student or source).tokenizer_folder is not None:
+    model = student or source
+    if own and model.tokenizer_folder is not None:
         args.tokenizer_type = args.tokenizer_type or "HuggingFaceTokenizer"
-        args.tokenizer_model = str((student or source).tokenizer_folder)
+        adopt_tokenizer(args, str(model.tokenizer_folder), model.origin)
     if student is not None or own:
-        args.vocab_size = (student or source).vocab_size
+        args.vocab_size = model.vocab_size
 
 
 def refuse_own_layout(given: Mapping[str, Any]) -> None:

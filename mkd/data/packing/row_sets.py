@@ -131,7 +131,7 @@ class RowSets:
         if store.facts.max_token_id >= self.true_vocab:
             raise MkdDataError(
                 f"--data-path {name}: its largest token id is {store.facts.max_token_id}, but the model's vocabulary "
-                f"has {self.true_vocab} tokens: --tokenizer-model {self.tokenizer.folder} is not the model's"
+                f"has {self.true_vocab} tokens: {self.tokenizer.flag} {self.tokenizer.folder} is not the model's"
             )
         return store
 

@@ -623,4 +623,4 @@ class ChatTokenizer:
 
 
 def _load_template(folder: str, flag: str) -> ChatTemplate:
-    return ChatTemplate(load_tokenizer(folder), folder, flag)
+    return ChatTemplate(load_tokenizer(folder, flag), folder, flag)

@@ -51,7 +51,11 @@ ON_POLICY = PromptFile("--kd-prompts", "--kd-rollout-tokens", 1_000_000)
 
 
 def read_prompts(
-    path: str, tokenizer: PreTrainedTokenizerBase, longest: int, limits: PromptFile = SAMPLES
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    longest: int,
+    limits: PromptFile = SAMPLES,
+    tokenizer_flag: str = "--tokenizer-model",
 ) -> list[Prompt]:
     """Read a file of prompts, one JSON object per line.
 
@@ -63,6 +67,7 @@ def read_prompts(
         tokenizer: the student's.
         longest: tokens of a prompt at most.
         limits: of the flag that names the file.
+        tokenizer_flag: the flag that named the tokenizer's folder, for messages.
 
     Raises:
         MkdDataError: the file or a line cannot be used; names the line.
@@ -77,7 +82,7 @@ def read_prompts(
             f"{limits.flag} {path} has {len(lines)} lines; 1 to {limits.most} prompts are continued: give fewer lines, "
             f"such as those of head -n {min(limits.most, 1000)} {path}"
         )
-    parser = PromptParser(tokenizer)
+    parser = PromptParser(tokenizer, tokenizer_flag)
     prompts = [parser.parse(line, f"{limits.flag} {path}, line {number}") for number, line in lines]
     for prompt, (number, _) in zip(prompts, lines, strict=True):
         if not 1 <= len(prompt.tokens) <= longest:
@@ -118,12 +123,14 @@ class PromptParser:
     """Reads the prompts of one file."""
 
     tokenizer: PreTrainedTokenizerBase
+    flag: str = "--tokenizer-model"
+    """The flag that named the tokenizer's folder, for messages."""
     _is_checked: bool = field(default=False, init=False)
     """True once the chat template is known to write generation prompts."""
 
     @cached_property
     def _template(self) -> ChatTemplate:
-        return ChatTemplate(self.tokenizer, self.tokenizer.name_or_path)
+        return ChatTemplate(self.tokenizer, self.tokenizer.name_or_path, self.flag)
 
     def parse(self, line: bytes, where: str) -> Prompt:
         """The prompt of one line; see `read_prompts`. Raises MkdDataError, which begins with `where`."""

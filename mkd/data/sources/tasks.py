@@ -57,13 +57,16 @@ def _last_number(text: str) -> Decimal | None:
     return Decimal(found[-1].replace(",", "")) if found else None
 
 
-def read_tasks(path: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> list[Task]:
+def read_tasks(
+    path: str, tokenizer: PreTrainedTokenizerBase, longest: int, tokenizer_flag: str = "--tokenizer-model"
+) -> list[Task]:
     """Read a file of tasks, one JSON object per line: a prompt as in `mkd.data.sources.prompts`, `answer` and `match`.
 
     Args:
         path: the file.
         tokenizer: the student's.
         longest: tokens of a prompt at most.
+        tokenizer_flag: the flag that named the tokenizer's folder, for messages.
 
     Raises:
         MkdDataError: the file or a line cannot be used; names the line.
@@ -82,7 +85,7 @@ def read_tasks(path: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> l
         )
     if len(lines) > MOST_TASKS:
         raise MkdDataError(f"{FLAG} {path} has {len(lines)} lines; 1 to {MOST_TASKS} tasks are answered")
-    tasks, parser = [], PromptParser(tokenizer)
+    tasks, parser = [], PromptParser(tokenizer, tokenizer_flag)
     for number, line in lines:
         where = f"{FLAG} {path}, line {number}"
         task = _task(line, where, parser)

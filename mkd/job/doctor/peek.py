@@ -19,6 +19,7 @@ from mkd.errors import visible
 from mkd.job.cross_tokenizer import row_layout
 from mkd.job.job import Job
 from mkd.utils.pretrained import load_tokenizer
+from mkd.utils.tokenizer_flag import tokenizer_flag
 
 TARGET, CONTEXT = "green", "dim"
 """Styles of targets and of other tokens."""
@@ -32,13 +33,16 @@ Sample = tuple[np.ndarray, np.ndarray]
 """Token ids [n], and [n] bool: True for targets."""
 
 
-def first_samples(name: str, tokenizer_folder: str | None, options: RecordOptions = AS_FOUND) -> list[Sample]:
+def first_samples(
+    name: str, tokenizer_folder: str | None, options: RecordOptions = AS_FOUND, flag: str = "--tokenizer-model"
+) -> list[Sample]:
     """The first samples of a PREFIX.bin or of chat data.
 
     Args:
         name: PREFIX, or chat data.
         tokenizer_folder: tokenizer of chat data; None without any.
         options: options of reading chat data.
+        flag: the flag that named the tokenizer's folder, for messages.
 
     Raises:
         MkdDataError: a record is not a conversation.
@@ -47,7 +51,7 @@ def first_samples(name: str, tokenizer_folder: str | None, options: RecordOption
         store = DocumentStore(name, (0.0, 1.0))
         some = [store.read(i, 0, int(store.lengths[i])) for i in range(min(FIRST_SAMPLES, len(store.lengths)))]
         return [(ids.copy(), targets) for ids, targets in some]  # the originals are views of the store, which is closed
-    coded = ChatTokenizer(tokenizer_folder, options)(first_records(name, FIRST_BYTES))
+    coded = ChatTokenizer(tokenizer_folder, options, flag)(first_records(name, FIRST_BYTES))
     parts = np.split(coded.tokens, np.cumsum(coded.lengths)[:-1]) if coded.lengths else []
     return [((part & ~SUPERVISED).astype(np.int64), (part & SUPERVISED) != 0) for part in parts]
 
@@ -118,10 +122,11 @@ def peek(
 ) -> None:
     """Show `count` samples of each file, `most` tokens of each, and warn of samples that are too long for a model."""
     folder = job.args.tokenizer_model if job.args.tokenizer_type == "HuggingFaceTokenizer" else None
-    tokenizer = ChatTokenizer(folder).template.tokenizer if any(map(is_chat_file, names)) else _tokenizer(folder)
-    options = RecordOptions.of(job.kd.data_format, job.kd.bad_records)
+    options, flag = RecordOptions.of(job.kd.data_format, job.kd.bad_records), tokenizer_flag(job.args)
+    has_chats = any(map(is_chat_file, names))
+    tokenizer = ChatTokenizer(folder, flag=flag).template.tokenizer if has_chats else _tokenizer(folder, flag)
     for name in names:
-        samples = first_samples(name, folder, options)
+        samples = first_samples(name, folder, options, flag)
         show(f"{name}:")
         for sample in samples[:count]:
             show(painted(sample, tokenizer, most))
@@ -133,5 +138,5 @@ def peek(
             warn(text)
 
 
-def _tokenizer(folder: str | None) -> PreTrainedTokenizerBase | None:
-    return load_tokenizer(folder) if folder is not None and Path(folder).is_dir() else None
+def _tokenizer(folder: str | None, flag: str) -> PreTrainedTokenizerBase | None:
+    return load_tokenizer(folder, flag) if folder is not None and Path(folder).is_dir() else None

@@ -29,6 +29,7 @@ from mkd.teacher.inference.texts import TextStore, named_errors
 from mkd.teacher.run_ahead import AllRanks, RunAhead
 from mkd.utils.logging import current_rank
 from mkd.utils.pretrained import load_tokenizer
+from mkd.utils.tokenizer_flag import tokenizer_flag
 
 CACHE_FLAG = "--kd-teacher-cache"
 _BEYOND_TEXT = 2
@@ -253,7 +254,7 @@ def check_rows(source: SourceAtAddresses, args: Namespace, kd: KDConfig) -> None
 def probe_text(args: Namespace, vocab: int) -> tuple[tuple[int, ...], str | None]:
     """Token ids to test a server with, and their text; None if no text is known."""
     if args.tokenizer_type == "HuggingFaceTokenizer" and Path(args.tokenizer_model).is_dir():
-        ids = load_tokenizer(args.tokenizer_model).encode(_SENTENCE, add_special_tokens=False)
+        ids = load_tokenizer(args.tokenizer_model, tokenizer_flag(args)).encode(_SENTENCE, add_special_tokens=False)
         if len(ids) >= SHORT and max(ids) < vocab:
             return tuple(ids), _SENTENCE
     return tuple((7919 * number) % vocab for number in range(1, 4 * SHORT)), None

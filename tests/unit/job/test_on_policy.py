@@ -16,6 +16,7 @@ from mkd.config.kd_config import KDConfig
 from mkd.errors import MkdConfigError, MkdDataError
 from mkd.job.elsewhere.common import SourceAtAddresses
 from mkd.job.on_policy import on_policy_of, rollout_plan
+from mkd.utils.tokenizer_flag import adopt_tokenizer
 from tests.support.chats import MARKED, chat_tokenizer
 from tests.support.hf_folders import change_json
 from tests.support.inference_server import StandIn, table_model
@@ -145,6 +146,22 @@ def test_no_end_token(folder: Path) -> None:
     change_json(folder / "tokenizer_config.json", {"eos_token": None})
     with pytest.raises(MkdDataError, match=r"--tokenizer-model .* has no end token, and every text .* would be cut"):
         on_policy_of(arguments(folder), kd(folder / "p.jsonl"), 307, None)
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"), [("eos_token", "has no end token, and every text"), ("chat_template", "has no chat template")]
+)
+def test_messages_name_the_flag_of_the_tokenizer(folder: Path, missing: str, words: str) -> None:
+    """That of the model whose tokenizer the job takes."""
+    change_json(folder / "tokenizer_config.json", {missing: None})
+    if missing == "chat_template":
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+    args = arguments(folder)
+    with pytest.raises(MkdDataError, match=f"--tokenizer-model {folder} {words}"):
+        on_policy_of(args, kd(folder / "p.jsonl"), 307, None)
+    adopt_tokenizer(args, str(folder), f"--kd-student-hf {folder}")
+    with pytest.raises(MkdDataError, match=f"--kd-student-hf {folder} {words}"):
+        on_policy_of(args, kd(folder / "p.jsonl"), 307, None)
 
 
 def test_memory_of_keys_and_values(folder: Path) -> None:
