@@ -485,6 +485,12 @@ def check_batch(args: Namespace) -> None:
         )
     if args.step_batch_size_schedule is not None:
         _check_step_batch_sizes(args.step_batch_size_schedule, args.seq_length)
+        if args.train_iters is not None:
+            raise MkdConfigError(
+                f"--step-batch-size-schedule {args.step_batch_size_schedule} does not work with --train-iters "
+                f"{args.train_iters}: Megatron counts warmup and decay of the learning rate in samples, and multiplies "
+                "iterations by one batch size; give --train-samples and the other lengths in samples"
+            )
 
 
 def _check_step_batch_sizes(schedule: str, seq_length: int) -> None:

@@ -293,6 +293,10 @@ def test_layouts_that_fit(changes):
         ),
         ({**SCHEDULE, "step_batch_size_schedule": "0:4 x:8"}, ["-schedule 0:4 x:8 (", "write TOKENS:BATCH"]),
         ({**SCHEDULE, "step_batch_size_schedule": "4"}, ["-schedule 4 (", "write TOKENS:BATCH"]),
+        (
+            {**SCHEDULE, "step_batch_size_schedule": "0:4 3K:8", "train_iters": 9},
+            ["-schedule 0:4 3K:8 does not work with --train-iters 9", "give --train-samples"],
+        ),
         ({"world_size": 2, CP: 2}, ["--seq-length 30", "multiple of 4", "2 * --context-parallel-size 2 needs"]),
         ({"world_size": 3, CP: 2}, ["--context-parallel-size 2 = 2 does not divide the 3 ranks"]),
         (
