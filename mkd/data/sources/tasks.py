@@ -25,7 +25,8 @@ _PATTERN_SECONDS = 1.0
 """Time in which an expression must search a text."""
 _PROBES = tuple(part * 2_000 for part in ("a", "1", " ", "a ", "1,", "x = 1\n"))
 """Texts on which expressions are tried before the job starts."""
-_NUMBER = re.compile(r"[-+]?\d{1,100}(?:,\d{3})*(?:\.\d{1,100})?")
+_NUMBER = re.compile(r"[-+]?(?:\d{1,100}(?:,\d{3})*(?:\.\d{1,100})?|(?<![\w.])\.\d{1,100})")
+"""A number; without a digit before its point only where that follows no word: the 5 of "step.5" is 5."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("exact", "yes ", ["yes", " yes\n"], ["yes.", "Yes", "", "yes yes"]),
         ("contains", "42", ["it is 42.", "1420"], ["4 2", ""]),
         ("number", "so 6 * 7 #### 1,234", ["1234", "first 5, then 1,234.0.", "x = +1234"], ["1234 5", "none", "-1234"]),
-        ("number", "-0.5", ["it is -.5? no, -0.50"], ["0.5", "5"]),
+        ("number", "-0.5", ["it is -.5? no, -0.50", "-.5", "= -.50"], ["0.5", "5", ".5"]),
+        ("number", "5", ["step.5", "1.2.5", "5."], [".5", "(.5)", "0.5"]),
         ("regex", r"\b4\d\b", ["a 42 b"], ["142", ""]),
     ],
 )
