@@ -57,7 +57,7 @@ class LoraTargets:
         numbers = [numbers] if isinstance(numbers, int) else numbers
         if not (numbers is None or (isinstance(numbers, list) and all(isinstance(one, int) for one in numbers))):
             raise error(f'adapter_config.json: "layers_to_transform" is {str(numbers)[:80]}; numbers are needed')
-        return cls(config.get("target_modules"), config.get("exclude_modules") or None, numbers, error)
+        return cls(config.get("target_modules"), config.get("exclude_modules") or None, numbers or None, error)
 
     @property
     def names(self) -> list[str]:

@@ -205,10 +205,15 @@ class PeftFolder:
                 f"{WEIGHTS} has an adapter of {missing}, and PEFT leaves it out with {targets.description} in "
                 f"{CONFIG}: restore the values with which the folder was saved"
             )
-        layers = [name.removesuffix(".weight") for name, (shape, _) in self.base.tensors.items() if len(shape) == 2]
+        # transformers 5 keeps routed experts in one parameter, which is no layer that PEFT could adapt.
+        layers = [
+            name.removesuffix(".weight")
+            for name, (shape, _) in self.base.tensors.items()
+            if len(shape) == 2 and ".experts." not in name
+        ]
         for name in targets.names:
             if not any(is_named(module, name) for module in self._modules.values()) and any(
-                is_named(layer, name) for layer in layers
+                is_named(layer, name) and targets.has(layer) for layer in layers
             ):
                 raise self.error(
                     f'{CONFIG}: "target_modules" has {name}, and {WEIGHTS} no adapter of such a layer: restore the '

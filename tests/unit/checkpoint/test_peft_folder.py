@@ -13,7 +13,7 @@ from mkd.checkpoint.adapters.peft_folder import PeftFolder, is_peft_folder, open
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.safetensors_files import write_tensors
 from mkd.errors import MkdCheckpointError
-from tests.support.hf_folders import make_llama
+from tests.support.hf_folders import make_llama, make_model
 
 LAYERS = ("model.layers.0.mlp.down_proj", "model.layers.1.self_attn.q_proj")
 SHAPES = {LAYERS[0]: (48, 72), LAYERS[1]: (96, 48)}
@@ -140,10 +140,22 @@ REFUSED |= {
         {"target_modules": ["model.layers.0.mlp.down_proj", "self_attn.q_proj"]},
         {"target_modules": ["down_proj", "q_proj", "of_another_model"]},
         {"layers_to_transform": [0, 1], "exclude_modules": ["k_proj"]},
+        {"target_modules": ["down_proj", "q_proj", "k_proj"], "exclude_modules": ["k_proj"]},
+        {"layers_to_transform": []},
     ],
 )
 def test_targets_that_agree_with_the_tensors(folder: Path, keys: dict[str, Any]) -> None:
     assert PeftFolder(changed(folder, **keys), "--hf").layers == list(LAYERS)
+
+
+def test_targets_that_name_routed_experts(tmp_path: Path) -> None:
+    """A file has a matrix of each expert; a module of transformers 5 has one parameter, which PEFT leaves out."""
+    sizes = {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    base = make_model(tmp_path / "mixture", "qwen3_moe", **sizes)
+    assert any(name.endswith("experts.0.gate_proj.weight") for name in HFFolder(base, "--hf").tensors)
+    (path := tmp_path / "peft").mkdir()
+    write_peft_folder(path, Written(LAYERS[1:]), rank=2, alpha=3.0, base=str(base))
+    assert PeftFolder(changed(path, target_modules=["q_proj", "gate_proj"]), "--hf").layers == list(LAYERS[1:])
 
 
 @pytest.mark.parametrize(("keys", "message"), REFUSED.values(), ids=REFUSED)
