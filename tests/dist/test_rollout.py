@@ -358,11 +358,12 @@ def test_outputs_of_layers_that_ranks_read(gloo_pool, folders, expected, tmp_pat
         assert found == {name: (expected[name], is_read) for name, is_read in used.items()}
 
 
-def ended_texts(rank: int, world_size: int, engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    """Texts that end at random, two at a time if keys and values are cached."""
-    own = Layout(mbs=1)
+def ended_texts(
+    rank: int, world_size: int, engine: Engine, prompts: list[list[int]], own: Layout, moe: bool
+) -> list[list[int]]:
+    """Texts that end at random, two at a time on each rank if keys and values are cached."""
     with parallel_state(own):
-        chunks = build_student(own, Models(), Groups.from_megatron())
+        chunks = build_student(own, Models(moe=moe), Groups.from_megatron())
         ends = frozenset(range(0, VOCAB, 6))
         options = decoding(
             true_vocab=VOCAB, rows=1, end_tokens=ends, temperature=1.5, seed=3, cache_tokens=1, length_multiple=2
@@ -370,14 +371,29 @@ def ended_texts(rank: int, world_size: int, engine: Engine, prompts: list[list[i
         return texts_of(chunks, prompts, options, engine)
 
 
-def test_slots_are_refilled_while_others_write(gloo_pool) -> None:
-    """The text of a slot does not depend on the earlier one in it, nor on when that has ended."""
+@pytest.mark.parametrize(
+    ("own", "moe"),
+    [
+        pytest.param(Layout(mbs=1), False, id="one"),
+        pytest.param(Layout(mbs=1, pp=2), False, id="pp2"),
+        pytest.param(Layout(mbs=1, ep=2), True, id="ep2"),
+    ],
+)
+def test_slots_are_refilled_while_others_write(gloo_pool, own: Layout, moe: bool) -> None:
+    """The text of a slot does not depend on the earlier one in it, nor on when that has ended. Ranks that share experts
+    make the same passes while their texts end at other times."""
     prompts = [[(7 * text + 3 * token) % VOCAB for token in range(1 + 5 * text % 19)] for text in range(9)]
-    cached, whole = (gloo_pool(1).run(ended_texts, engine, prompts)[0] for engine in ("cached", "uncached"))
-    assert cached == whole
+    (whole,) = gloo_pool(1).run(ended_texts, "uncached", prompts, Layout(mbs=1), moe)
+    ranks = own.pp * own.ep
+    assert gloo_pool(ranks).run(ended_texts, "cached", prompts, own, moe) == [whole] * ranks
     assert len(set(map(len, whole))) > 3
-    # The second data-parallel rank has no text to write.
-    assert gloo_pool(2).run(ended_texts, "cached", prompts[:1]) == [whole[:1], whole[:1]]
+
+
+def test_a_rank_without_a_text_to_write(gloo_pool) -> None:
+    """The second of two data-parallel ranks."""
+    prompts, own = [[3, 5, 7]], Layout(mbs=1)
+    (whole,) = gloo_pool(1).run(ended_texts, "uncached", prompts, own, False)
+    assert gloo_pool(2).run(ended_texts, "cached", prompts, own, False) == [whole, whole]
 
 
 def log_probabilities(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
