@@ -55,10 +55,11 @@ stop_if_done_or_stuck() {
     fi
 }
 
-# Exits if the error in the file $1 is one of the configuration, which mkd/cli/torchrun_report.py marks: another attempt
-# would end in the same way.
+# Exits after a first attempt if the error in the file $1 is one of the configuration, which mkd/cli/torchrun_report.py
+# marks: another attempt would end in the same way. A later attempt has flags with which the first one ended otherwise:
+# its node may lack a GPU, or a port be in use.
 stop_if_misconfigured() {
-    if [[ -f "$1" ]] && grep -q '"is_configuration": true' "$1"; then
+    if [[ "${SLURM_RESTART_COUNT:-0}" == 0 && -f "$1" ]] && grep -q '"is_configuration": true' "$1"; then
         say "error: the flags or the environment are wrong, and another attempt would end in the same way, so this job" \
             "is not requeued. Correct what $1 names, and submit the job again"
         exit 1

@@ -210,6 +210,14 @@ def test_other_errors_are_tried_again(slurm: Slurm) -> None:
     assert len(slurm.calls()) == 3
 
 
+def test_an_error_of_the_configuration_after_another_end_is_tried_again(slurm: Slurm) -> None:
+    """The flags were right in the first attempt; the node of a later one may lack a GPU."""
+    write = """echo '{"message": {}, "is_configuration": true}' >"$TORCHELASTIC_ERROR_FILE"; exit 1"""
+    command = f'[ "$(wc -l <"$SAVE/ATTEMPTS")" -ne 1 ] || exit 3; {write}'
+    assert slurm.submit("sh", "-c", command) == 1
+    assert len(slurm.calls()) == 3
+
+
 def test_progress_then_none(slurm: Slurm) -> None:
     """Two attempts without progress, one that saves, three without progress."""
     steps = 'n=$(wc -l <"$SAVE/ATTEMPTS"); [ "$n" -ne 3 ] || echo 5 >"$SAVE/latest_checkpointed_iteration.txt"; exit 3'
