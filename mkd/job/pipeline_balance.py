@@ -78,10 +78,11 @@ def _recomputed(student: Namespace) -> float:
 
 def balance_text(work: Workload, losses: int) -> str | None:
     """Sentences that propose a number of layers for the last stage; None without pipeline stages, with virtual or
-    uneven ones, and if nothing worthwhile is saved. Arguments as in `stage_work`."""
+    uneven ones, for a student that shares the weights of its teacher, whose stages are even, and if nothing worthwhile
+    is saved. Arguments as in `stage_work`."""
     student = work.student
     is_even = student.virtual_pipeline_model_parallel_size is None and has_even_stages(vars(student))
-    if student.pipeline_model_parallel_size == 1 or not is_even:
+    if student.pipeline_model_parallel_size == 1 or not is_even or work.shares_teacher:
         return None
     stages = stage_work(work, losses)
     last = stages.proposed()

@@ -1,5 +1,6 @@
 """The proposed number of layers of the last pipeline stage, against numbers by hand."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -135,3 +136,10 @@ def test_line() -> None:
 def test_no_line(changes: dict[str, Any]) -> None:
     teachers = 0 if "padded_vocab_size" in changes else 1
     assert balance_text(work(teachers=teachers, **changes), 1) is None
+
+
+def test_no_line_for_a_student_that_shares_the_weights_of_its_teacher() -> None:
+    """Uneven stages would end that: the ranks would hold the weights twice."""
+    job = replace(work(), lora=Lora(LoraOptions(4, 8.0), (), seed=1))
+    assert FLAG in (balance_text(job, 1) or "")
+    assert balance_text(replace(job, shares_teacher=True), 1) is None
