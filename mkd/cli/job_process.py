@@ -27,8 +27,8 @@ def prepare(flags: list[str]) -> None:
     Must run before Megatron is imported, because it installs the CPU backend.
 
     Raises:
-        MkdConfigError: no flag has a name that begins with --kd-, the environment of the rank is inconsistent, or a
-            file of --kd-config cannot be read.
+        MkdConfigError: a name that begins with --kd- is not that of a flag, the environment of the rank is
+            inconsistent, or a file of --kd-config cannot be read.
     """
     end_with_launcher()
     check_kd_names(flags)

@@ -63,7 +63,7 @@ def lm_head_flops(args: Namespace, tokens: float) -> float:
 
 
 def layer_flops(args: Namespace, text: TextSize) -> float:
-    """Forward pass of a layer, the mean of all layers of a model. Of routed experts, those of a token count."""
+    """Forward pass of a layer, the mean of all layers of a model. A token counts in the routed experts that it has."""
     return (_training_flops(args, text) / 3.0 - lm_head_flops(args, text.tokens)) / args.num_layers
 
 
