@@ -66,7 +66,7 @@ def exit_status_of_rank(
         # All ranks fail alike: rank 0 reports first, and torchrun ends the others while they wait.
         if os.environ.get("RANK", "0") != "0":
             time.sleep(3)
-        _print_error(str(error), isinstance(error, MkdConfigError))
+        _print_error(str(error), isinstance(error, MkdConfigError) and not _lacks_gpu())
         logger.error(traceback.format_exc() if isinstance(error, OSError) else str(error), extra=FILE_ONLY)
         return error.status if isinstance(error, MkdTeacherTimeout) else 1
     except (MemoryError, RuntimeError) as error:
@@ -94,6 +94,15 @@ def _print_error(message: str, is_configuration: bool = False) -> None:
     line = f"{Path(sys.argv[0]).name}: error: {message}"
     print(line, file=sys.stderr, flush=True)
     report_to_torchrun(line, is_configuration)
+
+
+def _lacks_gpu() -> bool:
+    """True if the rank runs on the CPU because its node has no usable GPU: another node may have one.
+
+    False before torch is imported: flags alone are wrong then.
+    """
+    cpu = sys.modules.get("mkd.cpu")
+    return cpu is not None and cpu.is_active() and os.environ.get(cpu.DEVICE_VARIABLE, "").lower() != "cpu"
 
 
 def _last_line(error: BaseException) -> str:

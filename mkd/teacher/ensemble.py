@@ -1,6 +1,7 @@
 """Several teachers as one: divergences summed or selected per text (`TeacherEnsemble`), or averaged logits."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -62,8 +63,9 @@ class TeacherEnsemble:
 
     def close(self) -> None:
         """See `Teacher.close`."""
-        for teacher in self.teachers:
-            teacher.close()
+        with ExitStack() as stack:  # the others are closed too if one raises
+            for teacher in self.teachers:
+                stack.callback(teacher.close)
 
 
 class AveragedTeachers:

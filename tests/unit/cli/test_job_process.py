@@ -1,5 +1,6 @@
 """Errors that end a rank in one line: mkd/cli/job_process.py and train_job.py."""
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from mkd import cpu
 from mkd.cli import train_job
 from mkd.cli.job_process import exit_status_of_rank
 from mkd.cli.torchrun_report import ERROR_FILE, report_to_torchrun
@@ -31,6 +33,20 @@ def fail() -> None:
 def test_other_faults_have_a_traceback() -> None:
     with pytest.raises(RuntimeError, match="shapes differ"):
         exit_status_of_rank(fail)
+
+
+@pytest.mark.parametrize(("device", "is_configuration"), [("cpu", True), ("", False)])
+def test_an_error_on_a_node_whose_gpu_is_missing_may_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, is_configuration: bool
+) -> None:
+    def refuse() -> None:
+        raise MkdConfigError("--transformer-impl transformer_engine needs a GPU")
+
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
+    monkeypatch.setenv("MKD_DEVICE", device)
+    assert cpu.is_active()
+    assert exit_status_of_rank(refuse) == 1
+    assert json.loads((tmp_path / "error.json").read_text())["is_configuration"] == is_configuration
 
 
 def refused(*flags: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,3 +64,10 @@ def test_all_teachers_of_a_training_are_closed(monkeypatch: pytest.MonkeyPatch, 
     else:
         launch.train(job, parts)
     assert [teacher.closed for teacher in teachers] == [1, 1]
+
+
+def test_teachers_after_one_that_cannot_be_closed_are_closed() -> None:
+    teachers = [Closable(), SimpleNamespace(close=fail), Closable()]
+    with pytest.raises(MkdCheckpointError, match="not finite"):
+        TeacherEnsemble(tuple(teachers), weights=(0.3, 0.3, 0.4)).close()
+    assert (teachers[0].closed, teachers[2].closed) == (1, 1)
