@@ -82,7 +82,7 @@ def train(folder: Path, dtype: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("name", IN_LAYERS)
-def test_in_fp8_the_teacher_says_nearly_the_same_in_half_the_memory(name: str, tmp_path: Path) -> None:
+def test_in_fp8_a_teacher_is_near_bf16_in_half_the_memory(name: str, tmp_path: Path) -> None:
     write_inputs(tmp_path, name)
     with ThreadPoolExecutor() as pool:
         plain, rounded = pool.map(lambda dtype: train(tmp_path, dtype), ("bf16", "fp8"))
