@@ -139,7 +139,7 @@ def test_errors_of_hidden_states(gloo_pool: GetPool, states: tuple[StandIn, Mode
     server, models = states
     server.texts.clear()
     server.late_fault = (10, fault)
-    served = replace(models, served=(server.url,), states=str(server.states_dir), answer_s=1.0)
+    served = replace(models, served=(server.url,), states=str(server.states_dir), answer_s=5.0)
     errors = gloo_pool(2).run(served_error, Layout(tp=2), served)
     server.late_fault, server.fault = None, ""
     assert len(set(errors)) == 1
