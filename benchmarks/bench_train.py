@@ -150,7 +150,7 @@ LAST_OF_5 = ("--decoder-last-pipeline-num-layers", "5")
 FP8 = ("--kd-teacher-dtype", "fp8")
 GRAPH = ("--kd-teacher-micro-batch-size", "8", "--kd-teacher-cuda-graph")
 """Larger forward passes of the teacher, launched as CUDA graphs."""
-STUDENT_GRAPHS = ("--cuda-graph-impl", "transformer_engine", "--te-rng-tracker")
+STUDENT_GRAPHS = ("--cuda-graph-impl", "transformer_engine")
 """Megatron's CUDA graphs of the student's layers."""
 EXPERTS = ("--moe-grouped-gemm", "--moe-token-dispatcher-type", "alltoall")
 """Without them Megatron computes experts one after another, and gathers all tokens on all ranks."""
@@ -174,6 +174,7 @@ def cases_for(gpus: int) -> list[Case]:
             Case("Model-Optimizer, TP2 SP", gpus, layout=tp2, peer=True),
             Case("TP2 SP, graph", gpus, layout=tp2, teacher=GRAPH),
             Case("TP2 SP, graphs of both models", gpus, layout=(*tp2, *STUDENT_GRAPHS), teacher=GRAPH),
+            Case("TP2 SP, graphs, teacher DP", gpus, layout=(*tp2, *STUDENT_GRAPHS), teacher=teacher_parallel(1)),
             Case("TP2 SP, FP8 teacher", gpus, layout=tp2, teacher=FP8),
             Case("TP2 SP, FP8 teacher, graph", gpus, layout=tp2, teacher=(*FP8, *GRAPH)),
             Case("TP2 SP, teacher DP", gpus, layout=tp2, teacher=teacher_parallel(1)),
@@ -189,6 +190,12 @@ def cases_for(gpus: int) -> list[Case]:
         shared += [
             Case("TP2 SP, microbatch 4", gpus, layout=tp2, micro_batch=4),
             Case("PP2, 11 and 5 layers", gpus, layout=(*parallel(pp=2), *LAST_OF_5, *OVERLAP)),
+            Case(
+                "PP2, graphs, teacher DP",
+                gpus,
+                layout=(*parallel(pp=2), *OVERLAP, *STUDENT_GRAPHS),
+                teacher=teacher_parallel(1, "pipeline"),
+            ),
             # The same data in three layouts, whose losses are compared.
             Case("experts on one GPU", 1, experts, EXPERTS, rows=16),
             Case("experts, EP2", gpus, experts, (*parallel(ep=2), *OVERLAP, *EXPERTS)),

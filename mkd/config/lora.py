@@ -93,8 +93,6 @@ def check_lora_arguments(args: Namespace, options: LoraOptions) -> None:
         if value not in (None, False):
             shown = flag if value is True else f"{flag} {value}"
             raise MkdConfigError(f"{shown} does not work with {given}: {reason}; leave one of them out")
-    if (graphs := getattr(args, "cuda_graph_impl", "none")) != "none":
-        raise MkdConfigError(f"--cuda-graph-impl {graphs} has not been tested with {given}: leave it out")
     if args.ckpt_format != "torch_dist":
         raise MkdConfigError(f"--ckpt-format is {args.ckpt_format}; with {given} it must be torch_dist")
 

@@ -37,6 +37,7 @@ from mkd.config.megatron_checks import (
     check_sizes,
     check_student,
     check_student_fp8,
+    check_student_graphs,
     check_trackers,
     check_variable_lengths,
 )
@@ -276,5 +277,7 @@ ARGUMENT_CHECKS: tuple[Check[CommandLine], ...] = (
 
 ARGUMENT_CHECKS += (
     Check("megatron's checks", _validate, needs=tuple(check.name for check in ARGUMENT_CHECKS)),
+    # After Megatron's, which turn its older flags of graphs into --cuda-graph-impl.
+    Check("CUDA graphs", lambda line: check_student_graphs(line.args, line.kd), needs=("megatron's checks",)),
     Check("tokenizer", _set_globals, needs=("megatron's checks", "tokenizer files")),
 )

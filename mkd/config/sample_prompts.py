@@ -82,7 +82,6 @@ def _check_options(args: Namespace, flag: str, value: str, tokens: tuple[str, in
             "one row"
         )
     reasons = {
-        "--cuda-graph-impl": (args.cuda_graph_impl != "none", "a CUDA graph has one shape"),
         "--tp-comm-overlap": (args.tp_comm_overlap, "its buffers have one shape"),
         "--fp8-format": (args.fp8, "the scales of the training would change"),
         "--fp4-format": (args.fp4, "the scales of the training would change"),

@@ -22,6 +22,7 @@ from mkd.config.megatron_checks import (
     check_ranks,
     check_sequence,
     length_multiple,
+    reason_against_capture,
 )
 from mkd.errors import MkdConfigError
 
@@ -158,19 +159,13 @@ def check_teacher_graph(teacher: Namespace, kd: KDConfig) -> None:
     if not kd.teacher_cuda_graph:
         return
     pp, cp = teacher.pipeline_model_parallel_size, teacher.context_parallel_size
-    for is_so, reason in (
-        (teacher.num_experts is not None, "the host reads the number of tokens of each of its experts"),
-        (pp > 1, f"it has {pp} pipeline stages, which send messages in the order of the host"),
-        (cp > 1, f"graphs of a teacher with {cp} context-parallel ranks are untested"),
-        (
-            teacher.experimental_attention_variant is not None,
-            f"graphs with {teacher.experimental_attention_variant} are untested",
-        ),
-        (teacher.multi_latent_attention, "graphs with latent attention are untested"),
-        ("M" in (getattr(teacher, "layer_mixers", None) or ()), "graphs with Mamba layers are untested"),
-    ):
-        if is_so:
-            raise MkdConfigError(f"--kd-teacher-cuda-graph does not work with this teacher: {reason}; leave it out")
+    reason = reason_against_capture(teacher)
+    if pp > 1:
+        reason = f"it has {pp} pipeline stages, which send messages in the order of the host"
+    elif cp > 1:
+        reason = f"graphs of a teacher with {cp} context-parallel ranks are untested"
+    if reason is not None:
+        raise MkdConfigError(f"--kd-teacher-cuda-graph does not work with this teacher: {reason}; leave it out")
 
 
 def check_teacher_divides(sizes: Mapping[str, Any], own: Namespace, args: Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Teachers whose kernels the GPU computes faster than the host launches them, and the flags that help."""
+"""Models whose kernels the GPU computes faster than the host launches them, and the flags that help."""
 
 import math
 from argparse import Namespace
@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mkd.config.kd_config import KDConfig
+from mkd.config.megatron_checks import GRAPH_IMPLEMENTATION, check_student_graphs
 from mkd.config.teacher_args import check_teacher_graph, check_teacher_passes
 from mkd.data.text_size import TextSize
 from mkd.errors import MkdConfigError
@@ -18,25 +19,28 @@ collectives of tensor parallelism: measured beside H200s (docs/benchmarks.md, "T
 and "Whole trainings on two GPUs"). Other hosts may be faster."""
 _UTILIZATION = 0.6
 """Share of the peak rate that layers reach."""
+_CLEARLY = 0.75
+"""A student is named whose layers take the GPU less than this share of the host's time: the host also launches ahead
+while the GPU computes the teacher."""
 
 
-def layer_times(teacher: Namespace, rows: int, tflops: float) -> tuple[float, float]:
+def layer_times(model: Namespace, rows: int, tflops: float) -> tuple[float, float]:
     """(milliseconds of the GPU, milliseconds of the host) per layer of a forward pass.
 
     Args:
-        teacher: Megatron's arguments of the teacher, in its layout.
+        model: Megatron's arguments of the model, in its layout.
         rows: rows of `seq_length` tokens of a pass.
         tflops: dense bf16 TFLOP/s of the GPU.
     """
-    tp, length = teacher.tensor_model_parallel_size, teacher.seq_length
+    tp, length = model.tensor_model_parallel_size, model.seq_length
     text = TextSize(rows * length, rows * length**2, rows * length)
-    is_fp8 = bool(teacher.fp8)
+    is_fp8 = bool(model.fp8)
     rate = tflops * _UTILIZATION * (2.0 if is_fp8 else 1.0)
-    gpu = layer_flops(teacher, text) / (tp * teacher.context_parallel_size) / rate / 1e9
+    gpu = layer_flops(model, text) / (tp * model.context_parallel_size) / rate / 1e9
     return gpu, _HOST_MS + _HOST_MS_FP8 * is_fp8 + _HOST_MS_TP * (tp > 1)
 
 
-def launch_text(teacher: Namespace, args: Namespace, kd: KDConfig, tflops: float) -> str | None:
+def teacher_launches(teacher: Namespace, args: Namespace, kd: KDConfig, tflops: float) -> str | None:
     """A sentence that proposes flags for a teacher that waits for the host; None if it does not, or no flag is left.
 
     Args:
@@ -71,3 +75,23 @@ def _is_accepted(teacher: Namespace, args: Namespace, kd: KDConfig, change: Mapp
     except MkdConfigError:
         return False
     return True
+
+
+def student_launches(args: Namespace, kd: KDConfig, tflops: float) -> str | None:
+    """A sentence that proposes CUDA graphs for a student that waits for the host; None if it does not, or the job may
+    not have them. A backward pass takes the GPU and the host twice as long as the forward pass.
+
+    Args:
+        args, kd, tflops: as in `teacher_launches`.
+    """
+    gpu, host = layer_times(args, args.micro_batch_size, tflops)
+    if gpu >= _CLEARLY * host or args.cuda_graph_impl != "none":
+        return None
+    try:
+        check_student_graphs(Namespace(**{**vars(args), "cuda_graph_impl": GRAPH_IMPLEMENTATION}), kd)
+    except MkdConfigError:
+        return None
+    return (
+        f"by arithmetic the GPU computes a layer of the student, forward and backward, in {3 * gpu:.1f} ms, and the "
+        f"host may take {3 * host:g} ms to launch it: try --cuda-graph-impl {GRAPH_IMPLEMENTATION}"
+    )

@@ -21,7 +21,7 @@ from mkd.job.data import folder_of_tokenizer, hash_of_tokenizer, number_of_itera
 from mkd.job.elsewhere.inference_teacher import InferenceSource
 from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
-from mkd.job.launch_bound import launch_text
+from mkd.job.launch_bound import student_launches, teacher_launches
 from mkd.job.memory_table import memory_line, offload_line, print_memory, workload
 from mkd.job.on_policy import rollout_plan
 from mkd.job.pipeline_balance import balance_text
@@ -150,11 +150,13 @@ def _stages(job: Job) -> dict[str, str]:
 
 
 def _launches(job: Job) -> dict[str, str]:
-    """Flags for teachers that wait for the host, on a GPU whose rate is known."""
+    """Flags for models that wait for the host, on a GPU whose rate is known."""
     tflops = None if cpu.is_target() else peak_tflops(torch.cuda.get_device_name())
-    if tflops is None or job.kd.is_plain_pretraining:
+    if tflops is None:
         return {}
-    texts = (launch_text(teacher, job.args, job.kd, tflops) for teacher in job.teacher.models)
+    teachers = () if job.kd.is_plain_pretraining else job.teacher.models
+    texts = [teacher_launches(teacher, job.args, job.kd, tflops) for teacher in teachers]
+    texts.append(student_launches(job.args, job.kd, tflops))
     found = list(dict.fromkeys(text for text in texts if text is not None))
     return {"launches": "; ".join(found)} if found else {}
 

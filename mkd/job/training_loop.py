@@ -16,6 +16,7 @@ from mkd.job.run_record import RunRecord
 from mkd.job.samples import SampleWriter, TaskEvaluation
 from mkd.report.calibration import calibration_table
 from mkd.report.metrics import IterationMetrics, MetricsLog
+from mkd.report.peak_memory import PeakMemory
 from mkd.report.samples import Sample
 from mkd.rollout.offload import StateOffload
 from mkd.train import balance
@@ -46,6 +47,7 @@ class Hooks:
         self._iteration: int | None = None
         self._loss_scale = math.inf
         self._steps = self._skipped = 0
+        self._memory = PeakMemory(job.kd.teacher_cuda_graph or job.args.cuda_graph_impl != "none")
 
     @property
     def unfinished_evaluation(self) -> bool:
@@ -141,7 +143,7 @@ class Hooks:
             extra |= record.rollout.metrics()
         peak = None
         if self._log.measures(iteration):
-            used = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device="cuda")
+            used = torch.tensor(self._memory.measure() / 2**30, device="cuda")
             dist.all_reduce(used, op=dist.ReduceOp.MAX)
             peak = used.item()
         if not self._log.writes:

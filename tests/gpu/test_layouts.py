@@ -60,6 +60,7 @@ TEACHER_TP2, TEACHER_PP2, TEACHER_CP2, TEACHER_EP2 = (
 )
 LARGE_PASSES = ("--kd-teacher-micro-batch-size", "8")
 GRAPH = (*LARGE_PASSES, "--kd-teacher-cuda-graph")
+STUDENT_GRAPHS = ("--cuda-graph-impl", "transformer_engine")
 LAYOUTS = {
     "mbs4": Run(1, ("--micro-batch-size", "4")),
     "teacher-offload": Run(1, (*MBS2, "--kd-teacher-offload")),
@@ -69,12 +70,18 @@ LAYOUTS = {
     "pp2": Run(2, PP2),
     "pp2, large passes": Run(2, (*PP2, *LARGE_PASSES)),
     "pp2, signals on the host": Run(2, (*PP2, "--kd-teacher-signals", "host")),
+    "pp2, 5 and 3 layers": Run(2, (*PP2, "--decoder-last-pipeline-num-layers", "3")),
     "pp2-vp2": Run(2, (*PP2, "--num-virtual-stages-per-pipeline-rank", "2")),
     "dp2": Run(2, MBS2),
     "dp2-overlap": Run(2, (*MBS2, *OVERLAP)),
     "cp2": Run(2, CP2),
     "cp2-all-gather": Run(2, (*CP2, "--cp-comm-type", "all_gather")),
     "cp2-a2a": Run(2, (*CP2, "--cp-comm-type", "a2a")),
+    "dp2-overlap, student graphs": Run(2, (*MBS2, *OVERLAP, *STUDENT_GRAPHS)),
+    "tp2-sp, both graphs": Run(2, (*TP2_SP, *STUDENT_GRAPHS, *GRAPH)),
+    "pp2, student graphs": Run(2, (*PP2, *STUDENT_GRAPHS)),
+    "pp2-vp2, student graphs": Run(2, (*PP2, "--num-virtual-stages-per-pipeline-rank", "2", *STUDENT_GRAPHS)),
+    "cp2, student graphs": Run(2, (*CP2, *STUDENT_GRAPHS)),
 }
 TEACHER_LAYOUTS = {
     "dp2, teacher tp2": Run(2, (*MBS2, *OVERLAP, *TEACHER_TP2)),
@@ -82,6 +89,9 @@ TEACHER_LAYOUTS = {
     "dp2, teacher pp2": Run(2, (*MBS2, *TEACHER_PP2)),
     "tp2-sp, teacher cp2": Run(2, (*TP2_SP, "--kd-teacher-tensor-model-parallel-size", "1", *TEACHER_CP2)),
     "pp2, teacher dp2": Run(2, (*PP2, "--kd-teacher-pipeline-model-parallel-size", "1")),
+    "tp2-sp, student graphs, teacher dp2": Run(
+        2, (*TP2_SP, *STUDENT_GRAPHS, "--kd-teacher-tensor-model-parallel-size", "1")
+    ),
 }
 """The teacher has a layout of its own."""
 
@@ -108,6 +118,7 @@ ROUNDS_ANEW = dict(noise=LIKE_FP8_TEACHER["noise"], rounds_anew=True)
 FP8_LAYOUTS = {
     "FP8 student, dp2": Run(2, (*MBS2, *OVERLAP, *FP8_STUDENT), **LIKE_FP8_STUDENT),
     "FP8 student, tp2-sp": Run(2, (*TP2_SP, *FP8_STUDENT), **LIKE_FP8_STUDENT),
+    "FP8 student, tp2-sp, graphs": Run(2, (*TP2_SP, *FP8_STUDENT, *STUDENT_GRAPHS), **LIKE_FP8_STUDENT),
     "FP8 teacher, dp2": Run(2, (*MBS2, *OVERLAP, *FP8_TEACHER), **LIKE_FP8_TEACHER),
     # Each shard of a weight has a scale of its own: such a teacher differs from that of one GPU as two independent
     # roundings do, so it is compared with bf16. tests/gpu/test_fp8_teacher.py compares how finely both round.

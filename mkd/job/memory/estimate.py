@@ -6,7 +6,8 @@ largest phase. Each part is counted in one place:
 
 - WEIGHTS, GRADIENTS, OPTIMIZER, WORKSPACES, MAPS, GRAPH, and TEACHER without --kd-teacher-offload: in `held`; with
   --kd-rollout-offload, OPTIMIZER in every phase but the one in which the student writes;
-- ACTIVATIONS: in the student's phases, for the microbatches in flight;
+- ACTIVATIONS: in the student's phases, for the microbatches in flight; with CUDA graphs of the student in `held`;
+- STUDENT_GRAPHS: in `held`, inputs and temporary tensors of its layers;
 - HIDDEN: the teacher's hidden states, on the last stage, in every phase;
 - LOGITS: in the loss;
 - KEYS: while the student writes texts, and freed before it learns from them;
@@ -40,10 +41,24 @@ WEIGHTS, GRADIENTS, OPTIMIZER = "student weights", "student gradients", "optimiz
 ACTIVATIONS, TEACHER, HIDDEN = "activations", "teacher weights", "teacher hidden states"
 LOGITS, MAPS, WORKING = "loss chunks (logits)", "maps between layers", "working memory"
 WORKSPACES = "library workspaces"
-KEYS, GRAPH = "cached keys and values", "teacher CUDA graph"
+KEYS, GRAPH, STUDENT_GRAPHS = "cached keys and values", "teacher CUDA graph", "student CUDA graphs"
 WRITING = "writing"
 """The phase in which the student writes texts."""
-PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, MAPS, ACTIVATIONS, TEACHER, GRAPH, HIDDEN, LOGITS, KEYS, WORKING, WORKSPACES)
+PARTS = (
+    WEIGHTS,
+    GRADIENTS,
+    OPTIMIZER,
+    MAPS,
+    ACTIVATIONS,
+    STUDENT_GRAPHS,
+    TEACHER,
+    GRAPH,
+    HIDDEN,
+    LOGITS,
+    KEYS,
+    WORKING,
+)
+PARTS = (*PARTS, WORKSPACES)
 """Parts in the order of the table."""
 
 WORKSPACE_BYTES = int(0.1 * GIB)
@@ -147,6 +162,12 @@ def _stage(work: Workload, stage: int) -> StageMemory:
         for name, parts in phases.items():
             if name != WRITING:
                 parts[OPTIMIZER] = state
+    if work.student.cuda_graph_impl != "none" and work.on_gpu:
+        backward = phases["student backward"]
+        held[ACTIVATIONS] = backward[ACTIVATIONS]
+        held[STUDENT_GRAPHS] = _graph_inputs(work.student, stage) + backward.pop(WORKING)
+        for parts in phases.values():
+            parts.pop(ACTIVATIONS, None)
     return StageMemory(stage, {name: value for name, value in held.items() if value}, phases)
 
 
@@ -280,6 +301,15 @@ def _graph_bytes(teacher: Namespace, work: Workload, stage: int) -> float:
     joined = _joined(teacher, work)
     stages = _teacher_stages(joined, work.student, stage)
     return max(_forward_bytes(joined, number, work.on_gpu) for number in stages) + residual_bytes(joined)
+
+
+def _graph_inputs(student: Namespace, stage: int) -> float:
+    """Inputs of the student's layers that their CUDA graphs hold beside the activations: hidden states, and a causal
+    mask of a byte per pair of positions (megatron-core 0.19, `TransformerLayer.get_layer_static_inputs`)."""
+    mask = student.micro_batch_size * student.seq_length**2 / student.context_parallel_size
+    chunks = chunks_of_stage(student, stage)
+    layers = sum(len(chunk) for chunk in chunks) / len(chunks)
+    return in_flight(student, stage) * layers * (mask + residual_bytes(student))
 
 
 def _teacher_working_bytes(teacher: Namespace, work: Workload, stage: int) -> float:

@@ -234,7 +234,7 @@ def test_flags_that_do_not_fit() -> None:
             KDConfig(**common, **values)
     args, options = SimpleNamespace(ckpt_format="torch_dist"), LoraOptions(4, 4.0)
     check_lora_arguments(args, options)
-    for name, value in {"fp8": "hybrid", "tp_comm_overlap": True, "cuda_graph_impl": "local", "finetune": True}.items():
+    for name, value in {"fp8": "hybrid", "tp_comm_overlap": True, "finetune": True}.items():
         with pytest.raises(MkdConfigError, match=f"--{name.split('_')[0]}"):
             check_lora_arguments(SimpleNamespace(**vars(args), **{name: value}), options)
     sizes = SimpleNamespace(group_query_attention=True, num_query_groups=2, tensor_model_parallel_size=4)

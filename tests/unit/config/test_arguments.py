@@ -408,7 +408,6 @@ def test_attention_that_gpus_do_not_have(monkeypatch, changes, options, word):
 @pytest.mark.parametrize(
     "changes, flag",
     [
-        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
         ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
         ({"num_experts": 4, "moe_token_dispatcher_type": "allgather"}, "--moe-token-dispatcher-type allgather"),
     ],
@@ -612,7 +611,6 @@ def test_has_checkpoint(tmp_path: Path):
 @pytest.mark.parametrize(
     "flag, value",
     [
-        ("--cuda-graph-impl", "local"),
         ("--overlap-moe-expert-parallel-comm", None),
         ("--use-megatron-fsdp", None),
         ("--use-torch-fsdp2", None),

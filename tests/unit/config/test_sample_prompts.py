@@ -56,7 +56,6 @@ def test_intervals(changes: dict, words: str) -> None:
         ({"eval_iters": 0}, "samples are written at evaluations, and --eval-iters is 0"),
         ({"tokenizer_type": "NullTokenizer"}, "needs a HuggingFaceTokenizer, --tokenizer-type is NullTokenizer"),
         ({"seq_length": 64}, "--kd-sample-tokens is 64; it must be below --seq-length 64"),
-        ({"cuda_graph_impl": "local"}, "does not work with --cuda-graph-impl"),
         ({"tp_comm_overlap": True}, "does not work with --tp-comm-overlap"),
         ({"fp8": "hybrid"}, "does not work with --fp8-format"),
         ({"fp4": "e2m1"}, "does not work with --fp4-format"),
@@ -106,7 +105,6 @@ SERVER = ["http://a"]
         ),
         ({"fp8": "hybrid", "fp8_param_gather": True}, "--kd-on-policy does not work with --fp8-format"),
         ({"seq_length": 8}, "--kd-rollout-tokens is 8; it must be below --seq-length 8"),
-        ({"cuda_graph_impl": "local"}, "--kd-on-policy does not work with --cuda-graph-impl"),
     ],
 )
 def test_on_policy_in_jobs_where_the_student_cannot_write(changes: dict, words: str) -> None:

@@ -1,11 +1,11 @@
-"""Flags for teachers that wait for the host, against the rows of docs/benchmarks.md."""
+"""Flags for models that wait for the host, against the rows of docs/benchmarks.md."""
 
 from typing import Any
 
 import pytest
 
 from mkd.config.kd_config import KDConfig
-from mkd.job.launch_bound import launch_text, layer_times
+from mkd.job.launch_bound import layer_times, student_launches, teacher_launches
 from tests.support.memory_jobs import llama_arguments
 
 H200 = 989.0
@@ -19,7 +19,7 @@ def text(shape: str, length: int, rows: int, teacher: dict[str, Any], **kd: Any)
     args.data_parallel_size = 1
     own = llama_arguments(*SHAPES[shape], **sizes, world_size=1)
     vars(own).update(teacher)
-    return launch_text(own, args, KDConfig(teacher_hf=["T"], ratio=0.5, **kd), H200)
+    return teacher_launches(own, args, KDConfig(teacher_hf=["T"], ratio=0.5, **kd), H200)
 
 
 def test_time_of_a_layer() -> None:
@@ -52,3 +52,20 @@ def test_flags_that_are_refused_or_given_are_not_proposed() -> None:
     assert "--kd-teacher-cuda-graph" not in text("1B", 512, 1, {"context_parallel_size": 2})
     assert text("1B", 512, 1, {}, teacher_micro_batch_size=16, packing="best_fit") is None
     assert text("1B", 512, 1, {}, teacher_cuda_graph=True) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "is_proposed"),
+    [
+        (TP, {}, True),  # the student alone: 1.39 and 0.74 s
+        ({}, {}, False),  # the student adds 0.66 s to the teacher's 0.80: the sum of both alone
+        (TP, {"packing": "best_fit"}, False),
+        (TP | {"cuda_graph_impl": "transformer_engine"}, {}, False),
+        (TP | {"transformer_impl": "local"}, {}, False),
+    ],
+)
+def test_graphs_of_the_student(changes: dict[str, Any], flags: dict[str, Any], is_proposed: bool) -> None:
+    args = llama_arguments(*SHAPES["1B"], padded_vocab_size=128256, seq_length=4096, micro_batch_size=2)
+    vars(args).update(changes)
+    found = student_launches(args, KDConfig(teacher_hf=["T"], ratio=0.5, **flags), H200)
+    assert ("--cuda-graph-impl transformer_engine" in (found or "")) == is_proposed

@@ -1,5 +1,5 @@
 """Passes of a teacher that are captured as CUDA graphs, on a stand-in for CUDA that computes when a graph is replayed.
-Real graphs: tests/gpu/test_teacher_graph.py."""
+Real graphs: tests/gpu/test_cuda_graphs.py."""
 
 from argparse import Namespace
 from collections.abc import Iterator

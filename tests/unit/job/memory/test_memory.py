@@ -25,6 +25,7 @@ from mkd.job.memory.estimate import (
     LOGITS,
     MAPS,
     OPTIMIZER,
+    STUDENT_GRAPHS,
     TEACHER,
     WEIGHTS,
     WORKING,
@@ -169,6 +170,22 @@ def test_cuda_graph_of_the_teacher():
     assert graph.held[GRAPH] == plain.phases["teacher forward"][WORKING] + output
     assert graph.peak == plain.peak + graph.held[GRAPH]
     assert GRAPH not in stages_of({"teacher_cuda_graph": True}, on_gpu=False)[0].held
+
+
+@pytest.mark.parametrize(("changes", "in_flight"), [({}, 1), ({PP: 2}, 2)])
+def test_cuda_graphs_of_the_student(changes: dict, in_flight: int) -> None:
+    """Activations and temporary tensors of the layers are held all the time, with the inputs of each layer."""
+    plain, graphs = (stages_of(**changes, cuda_graph_impl=name)[0] for name in ("none", "transformer_engine"))
+    backward = plain.phases["student backward"]
+    layers = 8 // changes.get(PP, 1)
+    inputs = in_flight * layers * 2 * (1024**2 + 1024 * 1024 * 2)
+    assert graphs.held[ACTIVATIONS] == backward[ACTIVATIONS]
+    assert graphs.held[STUDENT_GRAPHS] == backward[WORKING] + inputs
+    forward = graphs.phases["teacher forward"]
+    assert forward == plain.phases["teacher forward"]
+    assert graphs.peak >= sum(graphs.held.values()) + sum(forward.values())
+    (on_cpu,) = stages_of(cuda_graph_impl="transformer_engine", on_gpu=False)
+    assert STUDENT_GRAPHS not in on_cpu.held
 
 
 def test_measured_step_of_8b_and_1b():

@@ -1,6 +1,7 @@
-"""A teacher whose forward passes are CUDA graphs: the metrics of a training equal those without, to the last bit.
+"""A teacher whose forward passes are CUDA graphs, and a student whose layers are: the metrics of a training equal those
+without, to the last bit.
 
-pytest -m gpu tests/gpu/test_teacher_graph.py -s
+pytest -m gpu tests/gpu/test_cuda_graphs.py -s
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -41,12 +42,29 @@ def train(models: Path, name: str, *flags: str) -> list[dict]:
     return launch(name, models, 1, [*words, "--eval-iters", "1", "--seed", "7", *flags])
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_metrics_are_equal(models: Path, dtype: str) -> None:
-    if dtype == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+LARGE_PASSES = ("--kd-teacher-micro-batch-size", "8")
+OF_STUDENT = ("--cuda-graph-impl", "transformer_engine", "--cuda-graph-warmup-steps", "2")
+
+
+@pytest.mark.parametrize(
+    ("flags", "graphs"),
+    [
+        (LARGE_PASSES, ["--kd-teacher-cuda-graph"]),
+        ((*LARGE_PASSES, "--kd-teacher-dtype", "fp8"), ["--kd-teacher-cuda-graph"]),
+        # The same generator of random numbers in both.
+        (("--te-rng-tracker",), OF_STUDENT),
+        (("--te-rng-tracker", *LARGE_PASSES), [*OF_STUDENT, "--kd-teacher-cuda-graph"]),
+        (("--te-rng-tracker", "--fp8-format", "hybrid"), OF_STUDENT),
+    ],
+    ids=["teacher", "FP8 teacher", "student", "both", "FP8 student"],
+)
+def test_metrics_are_equal(models: Path, request: pytest.FixtureRequest, flags: tuple, graphs: list[str]) -> None:
+    if "fp8" in " ".join(flags) and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU with FP8")
-    flags = ["--kd-teacher-dtype", dtype, "--kd-teacher-micro-batch-size", "8"]
-    jobs = {f"plain {dtype}": flags, f"graph {dtype}": [*flags, "--kd-teacher-cuda-graph"]}
+    name = request.node.callspec.id
+    jobs = {f"plain {name}": flags, f"graph {name}": [*flags, *graphs]}
     with ThreadPoolExecutor() as pool:
         plain, graph = pool.map(lambda job: train(models, job[0], *job[1]), jobs.items())
     assert [[line[key] for key in KEYS] for line in graph] == [[line[key] for key in KEYS] for line in plain]
+    # What graphs hold counts as used.
+    assert graph[-1]["peak_memory_gib"] >= plain[-1]["peak_memory_gib"]
