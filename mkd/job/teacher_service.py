@@ -18,7 +18,7 @@ from mkd.errors import MkdConfigError
 from mkd.job.data import hash_of_tokenizer
 from mkd.job.teacher import ModelTeacherSpec, teacher_source
 from mkd.job.teacher_check import check_weights
-from mkd.job.without_student import describe_teacher, refuse_own_layout
+from mkd.job.without_student import describe_teacher, refuse_flags_of_teachers
 from mkd.models.gpt import logit_scale
 from mkd.teacher.service.addresses import Address, Secret, parse_address, require_secret
 from mkd.teacher.service.facts import TeacherFacts
@@ -30,7 +30,17 @@ from mkd.utils.logging import EVERY_RANK, logger, set_level
 
 ADDRESS_FLAG = "--address"
 _KD_FIELDS = ("teacher_hf", "teacher_load", "teacher_dtype", "packing", "packing_multiple", "log_level", "dry_run")
-"""Fields of KDConfig that a service has; the others are about the student, its data and its loss."""
+"""Fields of KDConfig that a service has. The teacher's other ones are refused; those of student, data and
+loss are named in a warning."""
+_INSTEAD = {
+    **dict.fromkeys(
+        ("teacher_cache", "teacher_url"), "it is no teacher to run: give --kd-teacher-hf or --kd-teacher-load"
+    ),
+    "teacher_micro_batch_size": "a service computes one request at a time: give --batch-tokens, or leave it out",
+    "teacher_cuda_graph": "requests differ in size: leave it out",
+    "teacher_seq_length": "give --seq-length, which is that of the teacher's rows",
+}
+"""Fields of a teacher that are refused -> what to do."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +89,12 @@ class ServiceJob:
         address, secret = parse_address(ADDRESS_FLAG, options.address), Secret.from_environment()
         require_secret(ADDRESS_FLAG, address, secret)
         args, given = flags.parse_flags()
-        _refuse(given)
+        refuse_flags_of_teachers(given, _KD_FIELDS, _INSTEAD)
         kd = KDConfig(**{name: given[name] for name in _KD_FIELDS}, ratio=1.0)
         set_level(kd.log_level)
+        if unused := _flags_without_effect():
+            listed = ", ".join(unused)
+            logger.warning(f"no effect on a teacher service, which has no student, data or loss: {listed}")
         source = teacher_source(kd)
         if isinstance(source, EnsembleSource):
             raise MkdConfigError(f"{source.origin} are several teachers, and a service has one: start one for each")
@@ -175,30 +188,11 @@ class ServiceJob:
         return monitor
 
 
-def _refuse(given: dict) -> None:
-    """Refuse teachers that a service does not have, and the student's flags of layouts and precision."""
-    for name in ("teacher_cache", "teacher_url"):
-        if given.get(name) is not None:
-            value = given[name] if isinstance(given[name], str) else " ".join(given[name])
-            raise MkdConfigError(
-                f"--kd-{name.replace('_', '-')} {value} is not a teacher to run: give --kd-teacher-hf or "
-                "--kd-teacher-load"
-            )
-    if given.get("xtoken_loss") is not None:
-        raise MkdConfigError(
-            f"--kd-xtoken-loss {given['xtoken_loss']} does not work with mkd serve-teacher, which reads the student's "
-            "tokens: leave it out"
-        )
-    if given.get("teacher_micro_batch_size") is not None:
-        raise MkdConfigError(
-            f"--kd-teacher-micro-batch-size {given['teacher_micro_batch_size']} does not work with mkd serve-teacher, "
-            "which computes one request at a time: give --batch-tokens, or leave it out"
-        )
-    if given.get("teacher_cuda_graph"):
-        raise MkdConfigError(
-            "--kd-teacher-cuda-graph does not work with mkd serve-teacher, whose requests differ in size: leave it out"
-        )
-    refuse_own_layout(given)
+def _flags_without_effect() -> list[str]:
+    """The --kd-* flags on the command line that a service does not have."""
+    used = {f"kd_{name}" for name in (*_KD_FIELDS, "config", "verbose")}
+    given = flags.flags_given()
+    return sorted(flag for name, flag in given.items() if name.startswith("kd_") and name not in used)
 
 
 def _require_one_replica(args: Namespace) -> None:

@@ -1,11 +1,13 @@
 """Megatron's arguments of a job that runs a teacher and has no student."""
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mkd import cpu
 from mkd.checkpoint.source import ModelSource
+from mkd.config.checks import flag_of
+from mkd.config.kd_fields import KDFields
 from mkd.config.megatron_arg_names import ArgRole, names_with, values_without_student
 from mkd.config.megatron_checks import check_attention_heads, check_divisions
 from mkd.errors import MkdConfigError
@@ -45,19 +47,24 @@ def describe_teacher(args: Namespace, source: ModelSource, student: ModelSource 
         args.vocab_size = model.vocab_size
 
 
-def refuse_own_layout(given: Mapping[str, Any]) -> None:
-    """Refuse parallel sizes of a teacher beside a student (--kd-teacher-...-parallel-size).
+def refuse_flags_of_teachers(given: Mapping[str, Any], used: Collection[str], instead: Mapping[str, str]) -> None:
+    """Refuse flags of a teacher that have no effect without a student.
 
     Args:
-        given: the --kd-* flags that were given, by the names of their fields.
+        given: the values of all fields of `KDConfig`, given or not.
+        used: the fields that have an effect.
+        instead: field -> what to do about it; other fields are to be left out. The parallel sizes of a teacher beside a
+            student (--kd-teacher-...-parallel-size) need no entry.
 
     Raises:
-        MkdConfigError: names the flag and the one to give.
+        MkdConfigError: names the flag, its value and what to do.
     """
-    for name, size in given.items():
-        if name.startswith("teacher_") and name.endswith("_parallel_size") and size is not None:
+    for name, value in given.items():
+        if not name.startswith("teacher") or name in used or value == getattr(KDFields, name):
+            continue
+        text = "" if value is True else f" {' '.join(map(str, value)) if isinstance(value, list) else value}"
+        what = instead.get(name, "it has no effect: leave it out")
+        if name.endswith("_parallel_size"):
             flag = name.removeprefix("teacher_").replace("_", "-")
-            raise MkdConfigError(
-                f"--kd-teacher-{flag} is {size}, but there is no student here: give --{flag} {size}, which is the "
-                "teacher's"
-            )
+            what = f"give --{flag}{text}, which is the teacher's"
+        raise MkdConfigError(f"{flag_of(name)}{text} is for a job with a student, and there is no student here: {what}")

@@ -263,13 +263,29 @@ def test_weights_that_are_not_finite(job: SmallJob, tmp_path: Path, value: float
         ({"--address": "tcp://0.0.0.0:5757"}, ["--address tcp://0.0.0.0:5757", "MKD_TEACHER_TOKEN"]),
         ({"--kd-teacher-dtype": "fp8"}, ["--kd-teacher-dtype is fp8", "give bf16"]),
         ({"--kd-teacher-tensor-model-parallel-size": 2}, ["give --tensor-model-parallel-size 2"]),
+        ({"--kd-teacher-url": "tcp://h:1"}, ["--kd-teacher-url tcp://h:1", "give --kd-teacher-hf"]),
+        ({"--kd-teacher-micro-batch-size": 4}, ["--kd-teacher-micro-batch-size 4", "give --batch-tokens"]),
+        ({"--kd-teacher-offload": True}, ["--kd-teacher-offload is for", "leave it out"]),
+        ({"--kd-teachers-mode": "select"}, ["--kd-teachers-mode select is for", "leave it out"]),
+        ({"--kd-teacher-seq-length": 64}, ["--kd-teacher-seq-length 64", "give --seq-length"]),
         ({"--kd-teacher-hf": None}, ["exactly one teacher source"]),
         ({"--seq-length": None}, ["--seq-length is missing"]),
     ],
 )
 def test_refused(job: SmallJob, changes: dict[str, Any], words: list[str]) -> None:
     flags = {"--kd-teacher-hf": job.teacher, "--seq-length": 32, "--micro-batch-size": 2, **changes}
-    listed = [str(word) for flag, value in flags.items() if value is not None for word in (flag, value)]
-    result = run(["serve-teacher", *listed], script=ROOT / "mkd/__main__.py")
+    listed = {flag: [] if value is True else [str(value)] for flag, value in flags.items() if value is not None}
+    result = run(["serve-teacher", *launch.words_of_flags(listed)], script=ROOT / "mkd/__main__.py")
     assert result.status == 1 and result.errors.count("\n") == 1
     assert [word for word in words if word not in result.errors] == []
+
+
+def test_flags_without_effect_are_named(job: SmallJob, tmp_path: Path) -> None:
+    (file := tmp_path / "shared.yaml").write_text("kd-ratio: 0.5\nkd-packing: best_fit\n")
+    words = ["--kd-config", str(file), "--kd-no-temperature-squared", "--kd-dry-run", "--kd-teacher-hf", job.teacher]
+    words = ["serve-teacher", *map(str, words), "--seq-length", "32", "--micro-batch-size", "2"]
+    result = run(words, script=ROOT / "mkd/__main__.py")
+    assert result.status == 0, result.errors
+    named = "no effect on a teacher service, which has no student, data or loss: "
+    line = next(line for line in (result.output + result.errors).splitlines() if named in line)
+    assert line.partition(named)[2] == "--kd-no-temperature-squared, --kd-ratio"

@@ -15,7 +15,7 @@ from mkd.job.cross_tokenizer import sort_teachers
 from mkd.job.data import JobData, folder_of_tokenizer, hash_of_tokenizer, refuse_data_cache
 from mkd.job.plan import uncompared_tokenizers
 from mkd.job.teacher import ModelTeacherSpec, teacher_source
-from mkd.job.without_student import describe_teacher, refuse_own_layout
+from mkd.job.without_student import describe_teacher, refuse_flags_of_teachers
 from mkd.teacher.cache.record_format import MAX_COUNT, MAX_VOCAB
 from mkd.teacher.cache.store import CacheMeta
 from mkd.teacher.cache.writer import check_folder
@@ -29,7 +29,11 @@ _KD_FIELDS = (
     *("packing", "packing_multiple", "long_samples", "variable_seq_lengths", "mask", "dry_run", "verbose"),
     *("log_level", "same_tokenizer"),
 )
-"""Fields of KDConfig about the teacher and its data; the others are about the student and are ignored."""
+"""Fields of KDConfig about the teacher and its data. The teacher's others are refused; the student's are ignored."""
+_INSTEAD = dict.fromkeys(
+    ("teacher_cache", "teacher_url"), "it is no teacher to run: give --kd-teacher-hf or --kd-teacher-load"
+)
+"""Fields of a teacher that are refused -> what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,12 +138,7 @@ class CacheJob:
             MkdError: a flag or file is wrong.
         """
         args, given = flags.parse_flags()
-        if given.get("teacher_cache") is not None:
-            raise MkdConfigError(
-                f"--kd-teacher-cache {given['teacher_cache']} holds no teacher to run: give --kd-teacher-hf or "
-                "--kd-teacher-load"
-            )
-        refuse_own_layout(given)
+        refuse_flags_of_teachers(given, _KD_FIELDS, _INSTEAD)
         kd = KDConfig(**{name: given[name] for name in _KD_FIELDS}, ratio=1.0)
         set_level(kd.log_level)
         source = teacher_source(kd)
