@@ -5,6 +5,7 @@ The definitions are `store_reference` and `attend_reference` of `mkd.rollout.cac
 """
 
 import os
+from typing import NamedTuple
 
 import torch
 import triton
@@ -80,43 +81,78 @@ def attend_triton(
     return output
 
 
+class _NewToken(NamedTuple):
+    """The token that one text has in this forward pass."""
+
+    query: tl.tensor
+    """[BLOCK_H, BLOCK_D] of the heads that share keys."""
+    key: tl.tensor
+    """[BLOCK_D]"""
+    value: tl.tensor
+    """[BLOCK_V]"""
+    position: tl.tensor
+
+
+class _CachedTokens(NamedTuple):
+    """Keys and values of one text and one group of heads in the cache."""
+
+    key_ptr: tl.tensor
+    key_stride: tl.tensor
+    """Elements between the keys of neighboring positions."""
+    value_ptr: tl.tensor
+    value_stride: tl.tensor
+    first: tl.tensor
+    """First position of the window."""
+
+
+class _Softmax(NamedTuple):
+    """The online softmax over some positions, for each head."""
+
+    largest: tl.tensor
+    """[BLOCK_H] largest score."""
+    total: tl.tensor
+    """[BLOCK_H] sum of exp(score - largest)."""
+    mean: tl.tensor
+    """[BLOCK_H, BLOCK_V] sum of exp(score - largest) times the value."""
+
+
 @triton.jit
 def _attend_kernel(
-    query_ptr,
-    new_key_ptr,
-    new_value_ptr,
-    key_ptr,
-    value_ptr,
-    position_ptr,
-    sink_ptr,
-    output_ptr,
+    query_ptr,  # [texts, groups * heads, width]
+    new_key_ptr,  # [texts, groups, width]
+    new_value_ptr,  # [texts, groups, value_width]
+    key_ptr,  # [texts, groups, length, width]; the new key is stored
+    value_ptr,  # [texts, groups, length, value_width]; the new value is stored
+    position_ptr,  # [texts] int64 positions of the new tokens
+    sink_ptr,  # [groups * heads]; None without sinks
+    output_ptr,  # [texts, groups * heads, value_width] without gaps, output
     scale,
-    softcap,
-    window,
-    query_text,
-    query_head,
+    softcap,  # not read without one
+    window,  # the farthest position that is read, counted back from the new one; -1 for all
+    query_text,  # elements between texts, as the others of this name
+    query_head,  # elements between heads
     new_key_text,
-    new_key_group,
+    new_key_group,  # elements between groups of heads, as the others of this name
     new_value_text,
     new_value_group,
     key_text,
     key_group,
-    key_token,
+    key_token,  # elements between positions, as the next of this name
     value_text,
     value_group,
     value_token,
-    heads,
+    heads,  # of a group
     width,
     value_width,
     has_sinks: tl.constexpr,
     has_softcap: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    is_pipelined: tl.constexpr,
+    BLOCK_H: tl.constexpr,  # heads, rounded up
+    BLOCK_D: tl.constexpr,  # width, rounded up
+    BLOCK_V: tl.constexpr,  # value_width, rounded up
+    BLOCK_N: tl.constexpr,  # positions that are read at a time
+    is_pipelined: tl.constexpr,  # reads of several blocks are in flight
 ):
-    """One text and one group of heads that share keys: the online softmax over blocks of `BLOCK_N` positions.
+    """One text and one group of heads that share keys. Grid: [texts, groups].
 
     The new key and value are stored, and taken from registers: a program does not read what it has stored.
     """
@@ -142,111 +178,68 @@ def _attend_kernel(
     if has_sinks:  # exp(sink - largest) is 1 here
         largest = tl.load(sink_ptr + group * heads + head, mask=is_head, other=0.0).to(tl.float32)
         total = tl.full((BLOCK_H,), 1.0, tl.float32)
-    mean = tl.zeros((BLOCK_H, BLOCK_V), tl.float32)
+    softmax = _Softmax(largest, total, tl.zeros((BLOCK_H, BLOCK_V), tl.float32))
     key_ptr += text * key_text + group * key_group
     value_ptr += text * value_text + group * value_group
     tl.store(key_ptr + position * key_token + channel, new_key, mask=is_channel)
     tl.store(value_ptr + position * value_token + value_channel, new_value, mask=is_value)
+    new = _NewToken(query, new_key, new_value, position)
+    cached = _CachedTokens(key_ptr, key_token, value_ptr, value_token, first)
     start = first // BLOCK_N * BLOCK_N
     if is_pipelined:
-        for token in tl.range(start, position + 1, BLOCK_N):
-            largest, total, mean = _attend_block(
-                query,
-                new_key,
-                new_value,
-                key_ptr,
-                value_ptr,
-                key_token,
-                value_token,
-                token + tl.arange(0, BLOCK_N),
-                first,
-                position,
-                scale,
-                softcap,
-                is_channel,
-                is_value,
-                has_softcap,
-                largest,
-                total,
-                mean,
-            )
+        for begin in tl.range(start, position + 1, BLOCK_N):
+            token = begin + tl.arange(0, BLOCK_N)
+            softmax = _attend_block(new, cached, token, softmax, scale, softcap, is_channel, is_value, has_softcap)
     else:
         while start <= position:
-            largest, total, mean = _attend_block(
-                query,
-                new_key,
-                new_value,
-                key_ptr,
-                value_ptr,
-                key_token,
-                value_token,
-                start + tl.arange(0, BLOCK_N),
-                first,
-                position,
-                scale,
-                softcap,
-                is_channel,
-                is_value,
-                has_softcap,
-                largest,
-                total,
-                mean,
-            )
+            token = start + tl.arange(0, BLOCK_N)
+            softmax = _attend_block(new, cached, token, softmax, scale, softcap, is_channel, is_value, has_softcap)
             start += BLOCK_N
     tl.store(
         output_ptr + row[:, None] * value_width + value_channel[None, :],
-        (mean / total[:, None]).to(output_ptr.dtype.element_ty),
+        (softmax.mean / softmax.total[:, None]).to(output_ptr.dtype.element_ty),
         mask=is_head[:, None] & is_value[None, :],
     )
 
 
 @triton.jit
 def _attend_block(
-    query,
-    new_key,
-    new_value,
-    key_ptr,
-    value_ptr,
-    key_token,
-    value_token,
-    token,
-    first,
-    position,
+    new,  # _NewToken
+    cached,  # _CachedTokens
+    token,  # [BLOCK_N] positions
+    softmax,  # _Softmax over earlier positions
     scale,
     softcap,
-    is_channel,
-    is_value,
+    is_channel,  # [BLOCK_D]
+    is_value,  # [BLOCK_V]
     has_softcap: tl.constexpr,
-    largest,
-    total,
-    mean,
 ):
-    """The online softmax's (largest score, sum, mean times sum) after the positions `token`."""
+    """The online softmax after some more positions."""
     channel, value_channel = tl.arange(0, is_channel.shape[0]), tl.arange(0, is_value.shape[0])
-    earlier, is_new = (token >= first) & (token < position), token == position
+    earlier, is_new = (token >= cached.first) & (token < new.position), token == new.position
     seen = earlier | is_new
     keys = tl.load(
-        key_ptr + token[None, :] * key_token + channel[:, None],
+        cached.key_ptr + token[None, :] * cached.key_stride + channel[:, None],
         mask=earlier[None, :] & is_channel[:, None],
         other=0.0,
     )
-    keys = tl.where(is_new[None, :], new_key[:, None], keys)
-    scores = tl.dot(query, keys, input_precision="ieee") * scale
+    keys = tl.where(is_new[None, :], new.key[:, None], keys)
+    scores = tl.dot(new.query, keys, input_precision="ieee") * scale
     if has_softcap:
         ratio = scores / softcap
         scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * ratio) + 1.0))
     scores = tl.where(seen[None, :], scores, float("-inf"))
-    larger = tl.maximum(largest, tl.max(scores, axis=1))
-    shrink, weights = tl.exp(largest - larger), tl.exp(scores - larger[:, None])
-    total = total * shrink + tl.sum(weights, axis=1)
+    largest = tl.maximum(softmax.largest, tl.max(scores, axis=1))
+    shrink, weights = tl.exp(softmax.largest - largest), tl.exp(scores - largest[:, None])
+    total = softmax.total * shrink + tl.sum(weights, axis=1)
     values = tl.load(
-        value_ptr + token[:, None] * value_token + value_channel[None, :],
+        cached.value_ptr + token[:, None] * cached.value_stride + value_channel[None, :],
         mask=earlier[:, None] & is_value[None, :],
         other=0.0,
     )
-    values = tl.where(is_new[:, None], new_value[None, :], values)
+    values = tl.where(is_new[:, None], new.value[None, :], values)
     product = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-    return larger, total, mean * shrink[:, None] + product
+    return _Softmax(largest, total, softmax.mean * shrink[:, None] + product)
 
 
 def sampled_triton(logits: Tensor, keys: Tensor, first: int, temperature: float) -> tuple[Tensor, Tensor]:
