@@ -7,6 +7,7 @@ Formulas are those of `mkd.losses.sparse.statistics`, in log2 as in `triton_kern
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -192,6 +193,24 @@ def _block(target: SparseTarget) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 8)}
 
 
+class TopAndTail(NamedTuple):
+    """The student's softmax of one token over its top columns and over its tail; all fp32."""
+
+    topk_max: tl.tensor
+    """Maximum of the logits of the top columns."""
+    topk_sum_exp: tl.tensor
+    """Sum of their e^((z - topk_max) / T)."""
+    tail_max: tl.tensor
+    tail_sum_exp: tl.tensor
+    highest: tl.tensor
+    """The larger maximum."""
+    topk_shift: tl.tensor
+    """(topk_max - highest) * to_log2: log2 of the factor from `topk_max` to `highest`."""
+    tail_shift: tl.tensor
+    log2_sum_exp: tl.tensor
+    """log2 of the sum of e^((z - highest) / T) over all columns."""
+
+
 @triton.jit
 def take_top_columns_kernel(
     products_ptr,  # [tokens, columns] LM-head products of the student, any float dtype; top columns become -inf
@@ -292,6 +311,60 @@ def top_gradient_kernel(
     z = tl.load(logits_ptr + at, slot < slots, other=float("-inf"))
     ids = tl.load(ids_ptr + at, slot < slots, other=-1)
     owned = ids >= 0
+    sums = merge_top_and_tail(stats_ptr, tail_max_ptr, tail_sum_exp_ptr, token, tokens, to_log2)
+    gradient, used, kd = divergence_gradient(
+        z,
+        sums,
+        owned,
+        log_p_ptr,
+        log_tail_ptr,
+        stats_ptr,
+        coeffs_ptr,
+        kd_gradient_ptr,
+        token,
+        tokens,
+        slot,
+        slots,
+        to_log2,
+        temperature_scale,
+        share,
+        LOSS,
+    )
+    ce = 0.0 * kd
+    label = ce
+    ce_log_norm = ce
+    if LOSS.has_ce:
+        label = tl.load(ce_gradient_ptr + token)
+        used = used | (label != 0)
+        log2_sum_exp = sums.log2_sum_exp
+        if LOSS.tempered:
+            log2_sum_exp = store_ce_sum(sums, stats_ptr, tail_ce_sum_exp_ptr, coeffs_ptr, token, tokens)
+        ce = tl.where(label != 0, label * (1.0 + 2.0 * z_loss * (log2_sum_exp * LN_2 + sums.highest)), 0.0)
+        ce_log_norm = log2_sum_exp * LN_2 + (sums.highest - sums.tail_max)
+        q1 = tl.exp2((z - sums.highest) * LOG2_E - log2_sum_exp)
+        is_label = ids == tl.load(labels_ptr + token)
+        gradient += tl.where(label != 0, ce * q1 - tl.where(is_label, label, 0.0), 0.0)
+    tl.store(coeffs_ptr + USED * tokens, used.to(tl.float32))
+    tl.store(coeffs_ptr + CE * tokens, ce)
+    tl.store(coeffs_ptr + CE_LOG_NORM * tokens, ce_log_norm)
+    tl.store(coeffs_ptr + LABEL * tokens, label)
+    if LOSS.student_softcap > 0:
+        gradient *= 1.0 - (z / LOSS.student_softcap) * (z / LOSS.student_softcap)
+    if LOSS.student_scale != 1.0:
+        gradient *= LOSS.student_scale
+    tl.store(out_ptr + at, tl.where(owned, gradient, 0.0), slot < slots)
+
+
+@triton.jit
+def merge_top_and_tail(
+    stats_ptr,  # [TOP_STATISTICS] at a stride of `tokens`, fp32
+    tail_max_ptr,  # [tokens] fp32
+    tail_sum_exp_ptr,  # [tokens] fp32
+    token,
+    tokens,
+    to_log2,
+):
+    """The student's softmax of one token -> TopAndTail."""
     topk_max = tl.load(stats_ptr + TOPK_MAX * tokens)
     topk_sum_exp = tl.load(stats_ptr + TOPK_SUM_EXP * tokens)
     tail_max = tl.load(tail_max_ptr + token)
@@ -299,19 +372,42 @@ def top_gradient_kernel(
     highest = tl.maximum(topk_max, tail_max)
     topk_shift = (topk_max - highest) * to_log2
     tail_shift = (tail_max - highest) * to_log2
-    everything = tl.log2(topk_sum_exp * tl.exp2(topk_shift) + tail_sum_exp * tl.exp2(tail_shift))
+    log2_sum_exp = tl.log2(topk_sum_exp * tl.exp2(topk_shift) + tail_sum_exp * tl.exp2(tail_shift))
+    return TopAndTail(topk_max, topk_sum_exp, tail_max, tail_sum_exp, highest, topk_shift, tail_shift, log2_sum_exp)
+
+
+@triton.jit
+def divergence_gradient(
+    z,  # [slots] logits of the top columns
+    sums,  # TopAndTail
+    owned,  # [slots]: the slot has a column
+    log_p_ptr,  # [tokens, slots] fp32
+    log_tail_ptr,  # [tokens] fp32; None: the tail is not a category
+    stats_ptr,  # [TOP_STATISTICS] at a stride of `tokens`, fp32
+    coeffs_ptr,  # [COEFFICIENTS] at a stride of `tokens`, fp32, output: those of the divergence
+    kd_gradient_ptr,  # [tokens] fp32
+    token,
+    tokens,
+    slot,
+    slots,
+    to_log2,
+    temperature_scale,
+    share,
+    LOSS: tl.constexpr,
+):
+    """The divergence of one token -> ([slots] gradient by the logits, whether it has a weight, its weight c / T)."""
     # log2 q of a top column is (z - topk_max) * to_log2 - norm.
-    norm = tl.log2(topk_sum_exp)
+    norm = tl.log2(sums.topk_sum_exp)
     if log_tail_ptr is not None:
-        norm = everything - topk_shift
-    s = tl.where(owned, (z - topk_max) * to_log2 - norm, float("-inf"))
-    t = tl.load(log_p_ptr + at, owned & (slot < slots), other=float("-inf")) * LOG2_E
+        norm = sums.log2_sum_exp - sums.topk_shift
+    s = tl.where(owned, (z - sums.topk_max) * to_log2 - norm, float("-inf"))
+    t = tl.load(log_p_ptr + (token * slots + slot), owned & (slot < slots), other=float("-inf")) * LOG2_E
     q = tl.exp2(s)
     p = tl.exp2(t)
     s_tail = tl.zeros([1], dtype=tl.float32) + float("-inf")
     t_tail = s_tail
     if log_tail_ptr is not None:
-        s_tail = tl.zeros([1], dtype=tl.float32) + (tl.log2(tail_sum_exp) + tail_shift - everything)
+        s_tail = tl.zeros([1], dtype=tl.float32) + (tl.log2(sums.tail_sum_exp) + sums.tail_shift - sums.log2_sum_exp)
         t_tail = tl.zeros([1], dtype=tl.float32) + tl.load(log_tail_ptr + token) * LOG2_E
     q_tail = tl.exp2(s_tail)
     p_tail = tl.exp2(t_tail)
@@ -325,7 +421,7 @@ def top_gradient_kernel(
         tl.store(coeffs_ptr + POINTWISE * tokens, pointwise)
         tl.store(coeffs_ptr + DLOGQ * tokens, of_top)
     if LOSS.log_ratio_under == "student":
-        relative = tl.load(stats_ptr + LOG_RATIO * tokens) + weighted(topk_sum_exp, -norm * LN_2)
+        relative = tl.load(stats_ptr + LOG_RATIO * tokens) + weighted(sums.topk_sum_exp, -norm * LN_2)
         # Without a top column the normalizer is infinite.
         value = tl.where(tl.exp2(-norm) > 0, tl.exp2(-norm) * relative, 0.0)
         dlogq_sum = value + tl.sum(weighted(q_tail, (s_tail - t_tail) * LN_2), 0)
@@ -338,33 +434,24 @@ def top_gradient_kernel(
     if log_tail_ptr is None:
         tail = 0.0 * kd
     tl.store(coeffs_ptr + KD * tokens, tail)
-    tl.store(coeffs_ptr + KD_LOG_NORM * tokens, tl.log2(tail_sum_exp) * LN_2)
-    ce = 0.0 * kd
-    label = ce
-    ce_log_norm = ce
-    if LOSS.has_ce:
-        label = tl.load(ce_gradient_ptr + token)
-        used = used | (label != 0)
-        ce_sum = everything
-        if LOSS.tempered:
-            of_top = tl.load(stats_ptr + TOPK_CE_SUM_EXP * tokens) * tl.exp2((topk_max - highest) * LOG2_E)
-            of_tail = tl.load(tail_ce_sum_exp_ptr + token) * tl.exp2((tail_max - highest) * LOG2_E)
-            tl.store(coeffs_ptr + CE_SUM_EXP * tokens, of_top + of_tail)
-            ce_sum = tl.log2(of_top + of_tail)
-        ce = tl.where(label != 0, label * (1.0 + 2.0 * z_loss * (ce_sum * LN_2 + highest)), 0.0)
-        ce_log_norm = ce_sum * LN_2 + (highest - tail_max)
-        q1 = tl.exp2((z - highest) * LOG2_E - ce_sum)
-        is_label = ids == tl.load(labels_ptr + token)
-        gradient += tl.where(label != 0, ce * q1 - tl.where(is_label, label, 0.0), 0.0)
-    tl.store(coeffs_ptr + USED * tokens, used.to(tl.float32))
-    tl.store(coeffs_ptr + CE * tokens, ce)
-    tl.store(coeffs_ptr + CE_LOG_NORM * tokens, ce_log_norm)
-    tl.store(coeffs_ptr + LABEL * tokens, label)
-    if LOSS.student_softcap > 0:
-        gradient *= 1.0 - (z / LOSS.student_softcap) * (z / LOSS.student_softcap)
-    if LOSS.student_scale != 1.0:
-        gradient *= LOSS.student_scale
-    tl.store(out_ptr + at, tl.where(owned, gradient, 0.0), slot < slots)
+    tl.store(coeffs_ptr + KD_LOG_NORM * tokens, tl.log2(sums.tail_sum_exp) * LN_2)
+    return gradient, used, kd
+
+
+@triton.jit
+def store_ce_sum(
+    sums,  # TopAndTail
+    stats_ptr,  # [TOP_STATISTICS] at a stride of `tokens`, fp32
+    tail_ce_sum_exp_ptr,  # [tokens] fp32
+    coeffs_ptr,  # [COEFFICIENTS] at a stride of `tokens`, fp32, output: CE_SUM_EXP
+    token,
+    tokens,
+):
+    """Store the sum of exponentials of all columns at T = 1, relative to `sums.highest`, and return its log2."""
+    of_top = tl.load(stats_ptr + TOPK_CE_SUM_EXP * tokens) * tl.exp2((sums.topk_max - sums.highest) * LOG2_E)
+    of_tail = tl.load(tail_ce_sum_exp_ptr + token) * tl.exp2((sums.tail_max - sums.highest) * LOG2_E)
+    tl.store(coeffs_ptr + CE_SUM_EXP * tokens, of_top + of_tail)
+    return tl.log2(of_top + of_tail)
 
 
 @triton.jit
