@@ -11,6 +11,7 @@ from mkd.cli.launched import end_with_launcher
 from mkd.cli.torchrun_report import report_to_torchrun
 from mkd.config.run_file import check_kd_names
 from mkd.errors import MkdConfigError, MkdError, MkdTeacherTimeout
+from mkd.utils.collector import uncollected
 from mkd.utils.logging import FILE_ONLY, logger
 
 _NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
@@ -32,18 +33,19 @@ def prepare(flags: list[str]) -> None:
     """
     end_with_launcher()
     check_kd_names(flags)
-    from mkd import cpu
-    from mkd.compat.install import install_at_start
-    from mkd.config.run_file import last_value, read_settings, words_of
-    from mkd.distributed.rank_env import default_connections, default_rank_env
+    with uncollected():
+        from mkd import cpu
+        from mkd.compat.install import install_at_start
+        from mkd.config.run_file import last_value, read_settings, words_of
+        from mkd.distributed.rank_env import default_connections, default_rank_env
 
-    default_rank_env()
-    words = [*words_of(read_settings(flags)), *flags]
-    if cpu.wanted():
-        cpu.activate()
-    else:
-        default_connections([last_value(words, flag) for flag in _ONE_CONNECTION], words)
-    install_at_start(words)
+        default_rank_env()
+        words = [*words_of(read_settings(flags)), *flags]
+        if cpu.wanted():
+            cpu.activate()
+        else:
+            default_connections([last_value(words, flag) for flag in _ONE_CONNECTION], words)
+        install_at_start(words)
     sys.argv[1:] = flags
 
 
