@@ -13,6 +13,7 @@ import torch
 import mkd
 import mkd.cpu
 
+gc.disable()  # until all is imported
 torch.set_num_threads(1)  # before any parallel region: OpenMP's threads would not survive the fork
 if mkd.cpu.wanted():
     mkd.cpu.activate()
@@ -43,3 +44,4 @@ MEGATRON_CACHES = [
 ]
 """Megatron's functools.lru_cache wrappers, listed before gc.freeze() hides them."""
 gc.freeze()  # a collection after each case would look through all that was imported: 0.2 s
+gc.enable()
