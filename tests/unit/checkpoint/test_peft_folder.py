@@ -127,6 +127,20 @@ REFUSED |= {
     "targets of another kind": ({"target_modules": 3}, '"target_modules" is 3; names or a regular expression needed'),
     "excluded": ({"exclude_modules": ["q_proj"]}, 'leaves it out with .*"exclude_modules"'),
     "other layers": ({"layers_to_transform": 0}, r'self_attn.q_proj, .*"layers_to_transform" \[0\]'),
+    "layers of another list": (
+        {"layers_to_transform": [0, 1], "layers_pattern": ["h", "blocks"]},
+        r'leaves it out with .*"layers_to_transform" \[0, 1\], "layers_pattern" \[.h., .blocks.\]',
+    ),
+    "lists without layers": ({"layers_pattern": "layers"}, '"layers_pattern" is .*without "layers_to_transform"'),
+    "lists of another kind": ({"layers_to_transform": 0, "layers_pattern": [3]}, '"layers_pattern" is .3.; names are'),
+    "no expression of a list": (
+        {"layers_to_transform": 0, "layers_pattern": "(?i)l"},
+        "is '.*l', no regular expression",
+    ),
+    "layers of an expression": (
+        {"target_modules": ".*q_proj", "layers_to_transform": []},
+        '"layers_to_transform" is .., which PEFT refuses beside "target_modules" ..*q_proj.',
+    ),
     "layers of another kind": ({"layers_to_transform": ["0"]}, '"layers_to_transform" is .*; numbers are needed'),
 }
 
@@ -142,6 +156,8 @@ REFUSED |= {
         {"layers_to_transform": [0, 1], "exclude_modules": ["k_proj"]},
         {"target_modules": ["down_proj", "q_proj", "k_proj"], "exclude_modules": ["k_proj"]},
         {"layers_to_transform": []},
+        {"target_modules": ["model.layers.0.mlp.down_proj", "q_proj"], "layers_to_transform": [1]},
+        {"layers_to_transform": [0, 1], "layers_pattern": "layers"},
     ],
 )
 def test_targets_that_agree_with_the_tensors(folder: Path, keys: dict[str, Any]) -> None:
