@@ -63,6 +63,8 @@ class OnPolicy:
         """Row of the global batch -> its prompt; written rows are spread evenly.
 
         Prompts are read in a random order, each once per epoch; while L is below its largest value, some are skipped.
+        Only a number of rows is known about the steps before. If their batches had other sizes whose mean is `rows`,
+        and L times `rows` is not whole, some prompts of them are read again.
 
         Args:
             iteration: counted from 0.
