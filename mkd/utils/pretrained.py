@@ -7,16 +7,13 @@ is the only module that calls `from_pretrained`, and `tests/unit/utils/test_pret
 
 import json
 import os
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, dynamic_module_utils
-from transformers.utils import chat_template_utils
 
 from mkd.errors import MkdCheckpointError, MkdDataError
 from mkd.utils.hub_folder import download_hint, model_folder
@@ -32,8 +29,6 @@ _PROBES = tuple(
 )
 """Texts that a tokenizer encodes in a millisecond each."""
 _PROBE_SECONDS = 15
-_TEMPLATE_DATE = datetime(2024, 7, 26)
-"""The date that templates of Llama write where there is no clock."""
 _PARALLELISM = "TOKENIZERS_PARALLELISM"
 _ADAPTER = "adapter_config.json"
 """File of the package peft, which may name another folder."""
@@ -59,29 +54,6 @@ def load_tokenizer(directory: str, flag: str = "--tokenizer-model") -> PreTraine
         reason = code_needed(path, ("AutoTokenizer", "AutoConfig"), error)
         reason = reason or f"cannot be read by transformers: {' '.join(str(error).split())}"
         raise MkdDataError(f"{flag} {directory} {reason}") from error
-
-
-class _ConstantClock:
-    """Stands for `datetime` where transformers defines `strftime_now` of chat templates."""
-
-    @staticmethod
-    def now() -> datetime:
-        return _TEMPLATE_DATE
-
-
-@contextmanager
-def repeatable_templates() -> Iterator[None]:
-    """Chat templates that are rendered inside write the same text on each day and rank: a constant date in place of
-    today's, and the same choice of Jinja's filter `random`."""
-    # transformers passes plain data to templates only, so that another function cannot be given to them.
-    clock, numbers = chat_template_utils.datetime, random.getstate()
-    chat_template_utils.datetime = _ConstantClock
-    random.seed(0)
-    try:
-        yield
-    finally:
-        chat_template_utils.datetime = clock
-        random.setstate(numbers)
 
 
 def token_rules(tokenizer: PreTrainedTokenizerBase, template: object) -> list[object]:

@@ -16,7 +16,8 @@ from mkd.data.sources.data_files import FileFormat, data_files
 from mkd.data.sources.record_forms import is_conversation
 from mkd.data.sources.text import decode, json_object, read_batches, require_unicode
 from mkd.errors import MkdConfigError, MkdDataError
-from mkd.utils.pretrained import load_model, load_tokenizer, repeatable_templates
+from mkd.utils.chat_template import apply_chat_template
+from mkd.utils.pretrained import load_model, load_tokenizer
 
 
 def magnitude_importance(folder: HFFolder, family: Family, args: dict[str, Any]) -> Importance:
@@ -178,8 +179,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, line: bytes, where: str) -> list
         raise MkdDataError(f"{where}: neither text nor messages nor prompt and completion (keys there: {keys})")
     chat = Conversation.parse(line, where)
     try:
-        with repeatable_templates():
-            text = tokenizer.apply_chat_template(chat.messages, tools=chat.tools, tokenize=False)
+        text = apply_chat_template(tokenizer, chat.messages, tools=chat.tools, tokenize=False)
     except Exception as error:  # no template, or any error inside the template
         raise MkdDataError(f"{where}: the tokenizer's chat template refuses the conversation: {error}") from error
     require_unicode(text, where)

@@ -30,8 +30,8 @@ from mkd.data.sources.chat_spans import MessageLocator, NotLocatedError, Special
 from mkd.data.sources.record_forms import AS_FOUND, ROLES, RecordOptions, standard_record, unknown_role
 from mkd.data.sources.text import BadRecords, RawBatch, decode, json_object, once_per_process, require_unicode
 from mkd.errors import MkdDataError
-from mkd.utils.limits import limited
-from mkd.utils.pretrained import load_tokenizer, repeatable_templates, token_rules
+from mkd.utils.chat_template import apply_chat_template
+from mkd.utils.pretrained import load_tokenizer, token_rules
 
 ASSISTANT = "assistant"
 EMPTY, UNSUPERVISED = "with an empty message", "without a word of the assistant"
@@ -224,8 +224,6 @@ def _check_learned(message: dict[str, Any], name: str) -> None:
 _TEMPLATE_CHARACTERS, _TEMPLATE_GROWTH = 100_000, 20
 """Characters that a template may add to a conversation, and how often it may repeat it: tokenizing a text of megabytes
 for each of a million conversations would not end."""
-_TEMPLATE_SECONDS = 10.0
-"""A template renders a conversation in a millisecond; loops over loops do not end."""
 
 
 @dataclass(frozen=True)
@@ -468,12 +466,10 @@ class ChatTemplate:
         return text
 
     def _apply(self, chat: Conversation, messages: Sequence[dict[str, Any]], **options: Any) -> Any:
-        messages = list(messages)
         if any(message.get("content") is None for message in messages) and not self._takes_null:
             messages = [{**message, "content": message.get("content") or ""} for message in messages]
         try:
-            with limited(_TEMPLATE_SECONDS), repeatable_templates():
-                return self.tokenizer.apply_chat_template(messages, tools=chat.tools, **options)
+            return apply_chat_template(self.tokenizer, messages, tools=chat.tools, **options)
         except Exception as error:  # Jinja's errors, and Python's in the template's expressions
             raise MkdDataError(
                 f"{chat.where}: the chat template of {self.flag} {self.folder} refuses the conversation: "
@@ -488,8 +484,7 @@ class ChatTemplate:
         for content in ("", None):
             messages = [{"role": "user", "content": "a"}, {**call, "content": content}]
             try:
-                with limited(_TEMPLATE_SECONDS), repeatable_templates():
-                    texts.append(self.tokenizer.apply_chat_template(messages, tokenize=False))
+                texts.append(apply_chat_template(self.tokenizer, messages, tokenize=False))
             except Exception:  # Jinja's errors, and Python's in the template's expressions
                 texts.append(None)
         empty, null = texts

@@ -532,7 +532,7 @@ def test_documents_by_number(tmp_path: Path) -> None:
     ],
 )
 def test_templates_that_do_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, words: str) -> None:
-    monkeypatch.setattr("mkd.data.sources.chat._TEMPLATE_SECONDS", 0.2)
+    monkeypatch.setattr("mkd.utils.chat_template._SECONDS", 0.2)
     tokenizer = ChatTemplate(chat_tokenizer(tmp_path / "tokenizer", template), str(tmp_path))
     with pytest.raises(MkdDataError, match=rf"line 1: the chat template .* refuses the conversation: .*{words}"):
         tokenizer.text(Conversation(talk("a", "b"), where="line 1"))
