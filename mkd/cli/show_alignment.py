@@ -22,7 +22,7 @@ import_quietly()
 
 import numpy as np  # noqa: E402
 
-from mkd.data.sources.chat import Conversation  # noqa: E402
+from mkd.data.sources.conversation import Conversation  # noqa: E402
 from mkd.data.sources.data_files import TEXTS, FileFormat, data_files  # noqa: E402
 from mkd.data.sources.record_forms import is_conversation  # noqa: E402
 from mkd.data.sources.text import decode, json_object, parse, read_batches, require_unicode  # noqa: E402

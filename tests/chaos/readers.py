@@ -23,7 +23,7 @@ from mkd.checkpoint.integrity import changed_files, find_damage
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.tokenizer_hash import ASSETS, tokenizer_hash
 from mkd.config.run_file import read_file, record_of
-from mkd.data.sources.chat import Conversation
+from mkd.data.sources.conversation import Conversation
 from mkd.data.sources.indexed import IndexedText
 from mkd.data.sources.record_files import open_records
 from mkd.data.sources.stores import ChatStore

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from mkd.checkpoint.hf.families import Family
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.prune.width import Importance, axis_parts
-from mkd.data.sources.chat import Conversation
+from mkd.data.sources.conversation import Conversation
 from mkd.data.sources.data_files import FileFormat, data_files
 from mkd.data.sources.record_forms import is_conversation
 from mkd.data.sources.text import decode, json_object, read_batches, require_unicode

@@ -12,7 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from mkd.data.sources.chat import FACTS_VERSION, SUPERVISED
+from mkd.data.sources.chat import SUPERVISED
+from mkd.data.sources.chat_versions import FACTS_VERSION
 from mkd.data.sources.parallel import map_in_order
 from mkd.data.sources.stores import (
     MappedSamples,
@@ -166,7 +167,7 @@ class AlignedFacts:
     spelled_out: int
     """See `AlignedBatch`."""
     version: int = 1
-    """See `mkd.data.sources.chat.FACTS_VERSION`."""
+    """See `mkd.data.sources.chat_versions.FACTS_VERSION`."""
     bad: list[str] = field(default_factory=list)
     """Messages about the first broken records."""
 

@@ -7,7 +7,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from mkd.config.values import DataForm
-from mkd.data.sources.chat import ChatTokenizer, Conversation
+from mkd.data.sources.chat import ChatTokenizer
+from mkd.data.sources.conversation import Conversation
 from mkd.data.sources.record_forms import columns_to_read, form_of, unread_keys
 from mkd.data.sources.stores import first_records
 from mkd.data.sources.text import decode, json_object

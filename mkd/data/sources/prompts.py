@@ -9,7 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mkd.data.sources.chat import ASSISTANT, ChatTemplate, Conversation
+from mkd.data.sources.chat import ChatTemplate
+from mkd.data.sources.conversation import ASSISTANT, Conversation
 from mkd.data.sources.record_forms import is_conversation, renaming_advice
 from mkd.data.sources.text import decode, json_object, require_unicode
 from mkd.errors import MkdDataError

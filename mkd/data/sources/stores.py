@@ -17,7 +17,8 @@ from typing import Any, Protocol, get_args, get_origin
 
 import numpy as np
 
-from mkd.data.sources.chat import FACTS_VERSION, SUPERVISED, ChatTokenizer, mentions_newer_keys
+from mkd.data.sources.chat import SUPERVISED, ChatTokenizer
+from mkd.data.sources.chat_versions import FACTS_VERSION, mentions_newer_keys
 from mkd.data.sources.data_files import data_files, is_glob, is_record_data
 from mkd.data.sources.indexed import data_fingerprint, default_workers, file_fingerprint
 from mkd.data.sources.parallel import map_in_order
@@ -108,7 +109,7 @@ class ChatFacts:
     skipped: dict[str, int]
     """Reason -> conversations left out."""
     version: int = 1
-    """See `mkd.data.sources.chat.FACTS_VERSION`."""
+    """See `mkd.data.sources.chat_versions.FACTS_VERSION`."""
     bad: list[str] = field(default_factory=list)
     """Messages about the first broken records."""
     weight_runs: int = 0

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from mkd.data.sources.chat import ASSISTANT, ChatTemplate, Conversation
+from mkd.data.sources.chat import ChatTemplate
+from mkd.data.sources.conversation import ASSISTANT, Conversation
 from mkd.errors import MkdDataError
 from mkd.xtoken.text.tokens import Role, SpanTokenizer, TokenSpans
 

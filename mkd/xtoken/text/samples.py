@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mkd.data.sources.chat import Conversation
+from mkd.data.sources.conversation import Conversation
 from mkd.errors import MkdDataError
 from mkd.xtoken.text.alignment import (
     NO_CHUNK,

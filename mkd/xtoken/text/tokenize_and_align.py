@@ -10,7 +10,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from mkd.data.sources.aligned import AlignedBatch, AlignedSample, DocumentBatch, TeacherText
-from mkd.data.sources.chat import EMPTY, UNSUPERVISED, Conversation
+from mkd.data.sources.chat import EMPTY, UNSUPERVISED
+from mkd.data.sources.conversation import Conversation
 from mkd.data.sources.record_forms import AS_FOUND, RecordOptions
 from mkd.data.sources.text import RawBatch, once_per_process
 from mkd.errors import MkdDataError

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mkd.data.sources.aligned import TeacherText
-from mkd.data.sources.chat import ASSISTANT, Conversation
+from mkd.data.sources.conversation import ASSISTANT, Conversation
 from mkd.data.sources.prompts import Prompt
 from mkd.errors import MkdDataError
 from mkd.xtoken.text.alignment import NO_CHUNK, align_spans, tokens_within, unaligned

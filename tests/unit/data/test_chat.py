@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mkd.data.sources.chat import ChatTemplate, ChatTokenizer, Conversation, EncodedChats
+from mkd.data.sources.chat import ChatTemplate, ChatTokenizer, EncodedChats
+from mkd.data.sources.conversation import Conversation
 from mkd.data.sources.stores import ChatStore, DocumentStore, chat_base, check_chat_file, is_chat_file, tokenize_chat
 from mkd.data.sources.text import RawBatch
 from mkd.errors import MkdDataError

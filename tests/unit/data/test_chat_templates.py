@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mkd.data.sources.chat import EMPTY, ChatTemplate, Conversation, encode_lines
+from mkd.data.sources.chat import EMPTY, ChatTemplate, encode_lines
+from mkd.data.sources.conversation import Conversation
 from mkd.data.sources.stores import ChatFacts
 from mkd.data.sources.text import RawBatch
 from mkd.errors import MkdDataError

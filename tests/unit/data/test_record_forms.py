@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mkd.data.sources.chat import ChatTokenizer, Conversation
+from mkd.data.sources.chat import ChatTokenizer
+from mkd.data.sources.conversation import Conversation
 from mkd.data.sources.preview import preview
 from mkd.data.sources.record_forms import AS_FOUND, RecordOptions, standard_record
 from mkd.data.sources.stores import ChatStore, chat_base, check_chat_file, tokenize_chat

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from mkd.data.sources.chat import Conversation
+from mkd.data.sources.conversation import Conversation
 from mkd.errors import MkdDataError
 from mkd.xtoken.text.alignment import NO_CHUNK
 from mkd.xtoken.text.conversations import ends_of_turn

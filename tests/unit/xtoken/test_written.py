@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mkd.data.sources.aligned import TeacherText
-from mkd.data.sources.chat import Conversation
+from mkd.data.sources.conversation import Conversation
 from mkd.data.sources.prompts import Prompt
 from mkd.errors import MkdDataError
 from mkd.xtoken.text.alignment import NO_CHUNK
