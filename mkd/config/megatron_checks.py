@@ -483,7 +483,7 @@ def check_batch(args: Namespace) -> None:
             "ranks"
         )
     if args.step_batch_size_schedule is not None:
-        _check_step_batch_sizes(args.step_batch_size_schedule, args.seq_length)
+        _step_batch_sizes(args.step_batch_size_schedule, args.seq_length)
         if args.train_iters is not None:
             raise MkdConfigError(
                 f"--step-batch-size-schedule {args.step_batch_size_schedule} does not work with --train-iters "
@@ -492,24 +492,36 @@ def check_batch(args: Namespace) -> None:
             )
 
 
-def _check_step_batch_sizes(schedule: str, seq_length: int) -> None:
-    """Refuse a schedule that Megatron cannot read, and one whose batches become smaller, at which a job would fail."""
+def check_batches_grow(args: Namespace, rows: int) -> None:
+    """Refuse a schedule of batches that become smaller after the rows that a run has read: Megatron would end there.
+
+    Args:
+        args: Megatron's.
+        rows: that the run has read before this job.
+    """
+    schedule = args.step_batch_size_schedule
+    if schedule is None:
+        return
+    for (_, before), (samples, batch) in pairwise(_step_batch_sizes(schedule, args.seq_length)):
+        if batch < before and rows < samples:
+            raise MkdConfigError(
+                f"--step-batch-size-schedule {schedule}: the batch falls from {before} to {batch} after {samples} "
+                f"samples, which Megatron supports at a resume only, and this job begins after {rows}: let batches "
+                "grow, or stop the run there and resume it"
+            )
+
+
+def _step_batch_sizes(schedule: str, seq_length: int) -> list[tuple[int, int]]:
+    """The samples after which a batch size begins, and this size. Refuses a schedule that Megatron cannot read."""
     from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
-    what = f"--step-batch-size-schedule {schedule}"
     try:
-        steps = StepBatchsizeNumMicroBatchesCalculator(1, 1, False, 1, schedule, seq_length).schedule
+        return StepBatchsizeNumMicroBatchesCalculator(1, 1, False, 1, schedule, seq_length).schedule
     except (AssertionError, ValueError, OverflowError) as error:
         raise MkdConfigError(
-            f"{what} ({error}): write TOKENS:BATCH for each batch size, from 0 tokens on, such as "
-            f'"0:64 {1000 * seq_length}:128"; --seq-length is {seq_length}'
+            f"--step-batch-size-schedule {schedule} ({error}): write TOKENS:BATCH for each batch size, from 0 tokens "
+            f'on, such as "0:64 {1000 * seq_length}:128"; --seq-length is {seq_length}'
         ) from None
-    for (_, before), (samples, batch) in pairwise(steps):
-        if batch < before:
-            raise MkdConfigError(
-                f"{what}: the batch falls from {before} to {batch} after {samples} samples, which Megatron does not "
-                "support: let batches grow, or resume with another --step-batch-size-schedule"
-            )
 
 
 def check_positions(args: Namespace, kd: KDConfig) -> None:

@@ -29,6 +29,7 @@ from mkd.config.data_args import training_prefixes
 from mkd.config.epochs import iterations_are_unknown
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_arg_names import ArgRole, names_with
+from mkd.config.megatron_checks import check_batches_grow
 from mkd.config.run_state import RunState
 from mkd.data.sources.stores import content_fingerprint, is_chat_file
 from mkd.errors import MkdCheckpointError, MkdConfigError
@@ -93,15 +94,18 @@ def check_checkpoint(
 
     Raises:
         MkdCheckpointError: it is of another model.
-        MkdConfigError: it was trained with another teacher, or another schedule of the learning rate.
+        MkdConfigError: it was trained with another teacher, or another schedule of the learning rate; or batches become
+            smaller after it.
     """
     state.teacher_fingerprint = None if kd.is_plain_pretraining else teacher.fingerprint()
     state.unfinished_evaluation, state.balance_factor = False, 1.0
     state.rollout, state.runaway_rollouts = None, ()
     if point is None or point.folder is None:
+        check_batches_grow(args, 0)
         return []
     folder, origin = MegatronFolder(point.folder, "--load"), f"--load {point.folder}"
     stored = folder.args
+    check_batches_grow(args, 0 if args.finetune else getattr(stored, "consumed_train_samples", 0))
     check_same_job(args, stored, origin)
     check_same_base(kd, state.base_fingerprint, folder, origin)
     if args.finetune:

@@ -7,6 +7,7 @@ import pytest
 
 from tests.e2e.test_pretrain import steps, trained
 from tests.support.e2e.small_job import Result, SmallJob, make_small_job
+from tests.support.e2e.small_job import run as run_small_job
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,19 @@ def test_a_schedule_of_batch_sizes(job: SmallJob, plain: Result, tmp_path: Path)
     rows = [count // 32 for count in tokens(run(job, tmp_path, changes))]
     assert rows == [2, 2, 4, 4]
     assert sum(rows) == sum(tokens(plain)) // 32 == 12
+
+
+def test_batches_become_smaller_at_a_resume(job: SmallJob, plain: Result, tmp_path: Path) -> None:
+    """Two steps of four rows, and after the resume two of two."""
+    changes = {**SAMPLES, "--global-batch-size": None, "--save": tmp_path, "--load": tmp_path, "--save-interval": 9}
+    falling = {**changes, "--step-batch-size-schedule": "0:4 256:2"}
+    refused = run_small_job(job.flags(falling))
+    assert refused.status == 1
+    assert "from 4 to 2 after 8 samples" in refused.errors and "begins after 0" in refused.errors
+    first = run(job, tmp_path, {**changes, "--step-batch-size-schedule": "0:4", "--exit-interval": 2})
+    assert [count // 32 for count in tokens(first)] == [4, 4]
+    second = run(job, tmp_path, falling)
+    assert [count // 32 for count in tokens(second)] == [4, 4, 2, 2]
 
 
 def test_batches_and_start_of_evaluations(job: SmallJob, plain: Result, tmp_path: Path) -> None:
