@@ -24,9 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mkd.data.batch import KDBatch
 from mkd.teacher.cache.lookup import Lookup
+from mkd.teacher.cache.meta import CacheMeta
 from mkd.teacher.cache.reader import CacheReader
 from mkd.teacher.cache.record_format import TokenTargets, Values
-from mkd.teacher.cache.store import CacheMeta, TeacherStore
+from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.cache.writer import StoreWriter
 
 FRACTION = 2

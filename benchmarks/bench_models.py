@@ -34,8 +34,9 @@ from mkd.data.batch import KDBatch
 from mkd.distributed.groups import Groups
 from mkd.losses import LossOptions
 from mkd.models.gpt import gpt_config
+from mkd.teacher.cache.meta import CacheMeta
 from mkd.teacher.cache.reader import CacheReader
-from mkd.teacher.cache.store import CacheMeta, TeacherStore
+from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.cache.teacher import CachedTeacher
 from mkd.teacher.cache.writer import StoreWriter
 from mkd.teacher.interface import Teacher

@@ -97,7 +97,7 @@ def compare(folder: Path, segments: int) -> None:
     from mkd.job.cache_build.job import CacheJob, CacheOptions
     from mkd.job.cache_build.verify import recompute_and_compare
     from mkd.job.cache_build.write import rows_to_read
-    from mkd.teacher.cache.store import CacheMeta
+    from mkd.teacher.cache.meta import CacheMeta
 
     meta = CacheMeta.read(folder, "verify")
     job = CacheJob.from_command_line(CacheOptions.of(folder, meta))

@@ -8,8 +8,9 @@ from mkd.config.kd_config import KDConfig
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdCacheError, MkdConfigError
 from mkd.job.elsewhere.common import SpecWithoutModel
+from mkd.teacher.cache.meta import CacheMeta
 from mkd.teacher.cache.reader import CacheReader
-from mkd.teacher.cache.store import CacheMeta, TeacherStore
+from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.cache.teacher import CachedTeacher
 
 

@@ -30,7 +30,7 @@ from mkd.data.sources.record_forms import RecordOptions
 from mkd.data.sources.stores import chat_files, check_chat_file, is_chat_file
 from mkd.errors import MkdCacheError
 from mkd.job.cross_tokenizer import CrossTokenizers, row_layout
-from mkd.teacher.cache.store import META
+from mkd.teacher.cache.meta import META
 from mkd.utils.logging import logger
 from mkd.utils.tokenizer_flag import tokenizer_flag
 

@@ -13,7 +13,8 @@ import pytest
 from mkd.cli import cache
 from mkd.errors import MkdCacheError, MkdConfigError, MkdError
 from mkd.job.cache_build.job import CacheJob, CacheOptions
-from mkd.teacher.cache.store import META, CacheMeta, TeacherStore
+from mkd.teacher.cache.meta import META, CacheMeta
+from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.cache.writer import StoreWriter
 from tests.e2e.test_bad_input import forget_megatron
 from tests.support.cached_targets import meta_of, some_segment

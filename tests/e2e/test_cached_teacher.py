@@ -15,7 +15,8 @@ from mkd.data.batch import segment_hash
 from mkd.errors import MkdCacheError, MkdConfigError
 from mkd.job.job import Job
 from mkd.job.plan import plan
-from mkd.teacher.cache.store import META, CacheMeta, TeacherStore
+from mkd.teacher.cache.meta import META, CacheMeta
+from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.cache.writer import StoreWriter
 from tests.e2e.test_bad_input import attempt, refused  # noqa: F401
 from tests.e2e.test_resume import steps, tensors

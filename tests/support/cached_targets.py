@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from mkd.data.batch import segment_hash
+from mkd.teacher.cache.meta import CacheMeta
 from mkd.teacher.cache.record_format import TokenTargets
-from mkd.teacher.cache.store import CacheMeta
 
 
 def make_logits(tokens: int, vocab: int, seed: int = 0) -> Tensor:

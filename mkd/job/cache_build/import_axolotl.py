@@ -11,8 +11,8 @@ import torch
 
 from mkd.data.batch import segment_hash
 from mkd.errors import MkdDataError
+from mkd.teacher.cache.meta import CacheMeta
 from mkd.teacher.cache.record_format import TokenTargets
-from mkd.teacher.cache.store import CacheMeta
 from mkd.teacher.cache.writer import StoreWriter
 from mkd.utils.json_files import MOST_BYTES, parse_json
 

@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 
 from mkd.errors import MkdCacheError
+from mkd.teacher.cache.meta import META, CacheMeta
 from mkd.teacher.cache.record_format import damaged, key_words
-from mkd.teacher.cache.store import META, CacheMeta, CacheShard, TeacherStore, warn_of_older_version
+from mkd.teacher.cache.shard import CacheShard
+from mkd.teacher.cache.store import TeacherStore, warn_of_older_version
 from mkd.teacher.cache.writer import StoreWriter, check_folder
 from mkd.utils.atomic_files import new_folder
 

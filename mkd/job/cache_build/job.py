@@ -16,8 +16,8 @@ from mkd.job.data import JobData, folder_of_tokenizer, hash_of_tokenizer, refuse
 from mkd.job.plan import uncompared_tokenizers
 from mkd.job.teacher import ModelTeacherSpec, teacher_source
 from mkd.job.without_student import describe_teacher, refuse_flags_of_teachers
+from mkd.teacher.cache.meta import CacheMeta
 from mkd.teacher.cache.record_format import MAX_COUNT, MAX_VOCAB
-from mkd.teacher.cache.store import CacheMeta
 from mkd.teacher.cache.writer import check_folder
 from mkd.utils.logging import logger, set_level
 from mkd.utils.tokenizer_flag import tokenizer_flag

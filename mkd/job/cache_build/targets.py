@@ -13,9 +13,9 @@ from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.distributed.groups import Groups
 from mkd.losses import LinearLogits, VocabLayout, teacher_top_k
 from mkd.losses.measure.sampling import label_logits, sample_teacher_tokens
+from mkd.teacher.cache.meta import CacheMeta
 from mkd.teacher.cache.record_format import TokenTargets
 from mkd.teacher.cache.sampling import count_ids, stratified_uniforms
-from mkd.teacher.cache.store import CacheMeta
 from mkd.teacher.interface import HiddenSignal
 
 ZERO_FREQUENCY = -50.0

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mkd.errors import MkdCacheError
 from mkd.job.cache_build.targets import TargetBuilder
-from mkd.teacher.cache.store import META, CacheMeta
+from mkd.teacher.cache.meta import META, CacheMeta
 from mkd.teacher.cache.writer import StoreWriter
 
 FLUSH_SECONDS = 600.0

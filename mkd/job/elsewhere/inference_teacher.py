@@ -15,8 +15,8 @@ from mkd.distributed.groups import Groups
 from mkd.errors import MkdCacheError, MkdConfigError
 from mkd.job.data import hash_of_tokenizer, refuse_data_cache
 from mkd.job.elsewhere.common import URL_FLAG, WITHOUT_WAITING_S, SourceAtAddresses, SpecWithoutModel
+from mkd.teacher.cache.meta import CacheMeta
 from mkd.teacher.cache.record_format import MAX_VOCAB
-from mkd.teacher.cache.store import CacheMeta
 from mkd.teacher.cache.writer import check_folder
 from mkd.teacher.inference.apis import APIS
 from mkd.teacher.inference.http import HttpServer, ServerAddress

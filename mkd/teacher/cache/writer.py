@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from mkd.errors import MkdCacheError
+from mkd.teacher.cache.meta import META, CacheMeta
 from mkd.teacher.cache.record_format import TokenTargets, seal
-from mkd.teacher.cache.store import KEY_BYTES, META, CacheMeta, TeacherStore, manifest_of
+from mkd.teacher.cache.shard import KEY_BYTES, manifest_of
+from mkd.teacher.cache.store import TeacherStore
 from mkd.utils.atomic_files import naming, partial_path, publish_files, write_bytes
 
 SHARD_BYTES = 256 << 20

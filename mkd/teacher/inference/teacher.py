@@ -12,8 +12,8 @@ from mkd.data.batch import KDBatch
 from mkd.data.lookahead import Lookahead
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdCacheError
+from mkd.teacher.cache.meta import CacheMeta
 from mkd.teacher.cache.reader import signal_of, words_of, words_per_token
-from mkd.teacher.cache.store import CacheMeta
 from mkd.teacher.elsewhere import TeacherElsewhere
 from mkd.teacher.inference.pool import ScoringPool
 from mkd.teacher.inference.texts import BatchOfTexts, TextStore

@@ -11,7 +11,8 @@ import numpy as np
 
 from mkd.data.batch import KDBatch
 from mkd.errors import MkdCacheError
-from mkd.teacher.cache.store import CacheMeta, Segment, TeacherStore
+from mkd.teacher.cache.meta import CacheMeta
+from mkd.teacher.cache.store import Segment, TeacherStore
 from mkd.teacher.cache.writer import StoreWriter
 
 _FLUSH_S, _LOOK_S = 60.0, 30.0

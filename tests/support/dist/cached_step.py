@@ -17,8 +17,8 @@ from mkd.data.lookahead import Lookahead
 from mkd.distributed.groups import Groups
 from mkd.job.cache_build.targets import TargetBuilder
 from mkd.teacher.cache.lookup import Lookup, ReadRequest
+from mkd.teacher.cache.meta import CacheMeta
 from mkd.teacher.cache.reader import CacheReader
-from mkd.teacher.cache.store import CacheMeta
 from mkd.teacher.cache.teacher import CachedTeacher
 from mkd.teacher.cache.writer import StoreWriter
 from mkd.teacher.online import OnlineTeacher

@@ -14,7 +14,8 @@ import pytest
 
 from mkd.errors import MkdCacheError
 from mkd.job.cache_build.inspect import merge, problems
-from mkd.teacher.cache.store import META, CacheMeta, TeacherStore
+from mkd.teacher.cache.meta import META, CacheMeta
+from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.cache.writer import StoreWriter, recover
 from tests.support.cached_targets import meta_of, some_segment
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from mkd.errors import MkdCacheError
-from mkd.teacher.cache.store import META, TeacherStore
+from mkd.teacher.cache.meta import META
+from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.cache.writer import StoreWriter
 from tests.support.cached_targets import equal_targets, meta_of, some_segment
 

@@ -13,9 +13,10 @@ from mkd.data.batch import segment_hash
 from mkd.errors import MkdCacheError, MkdDataError
 from mkd.job.cache_build.import_axolotl import ImportCounts, ImportOptions, import_targets
 from mkd.teacher.cache.lookup import ReadRequest
+from mkd.teacher.cache.meta import CacheMeta
 from mkd.teacher.cache.reader import CacheReader
 from mkd.teacher.cache.record_format import TokenTargets
-from mkd.teacher.cache.store import CacheMeta, TeacherStore
+from mkd.teacher.cache.store import TeacherStore
 from tests.support.tolerance import FP32, assert_close_norm
 
 VOCAB, TOP_K, PROMPT = 40, 6, 4
