@@ -1,4 +1,4 @@
-"""Patches of Megatron's start: its dataset helpers, its help texts and the types of its flags."""
+"""Patches of Megatron's start: its dataset helpers, its warm-up, its help texts and the types of its flags."""
 
 import argparse
 import functools
@@ -20,6 +20,22 @@ def use_prebuilt_dataset_helpers() -> None:
     except ImportError:
         return  # a source checkout: megatron compiles
     utils.compile_helpers = lambda: None
+
+
+def skip_warm_up() -> None:
+    """Compile functions when the model calls them first, and not before.
+
+    megatron-core 0.19 calls three compiled functions before it builds the model, in ways in which no model calls them:
+    activations with gradients enabled, which models compute inside of autograd functions, and a bias that has been
+    expanded. Each call of the model compiles again. The default random states stay those of --seed.
+    """
+    import torch
+    from megatron.training import initialize
+
+    def free_memory(tp_size: int | None = None) -> None:
+        torch.cuda.empty_cache()  # the end of the warm-up; here, the memory of the check of the teacher
+
+    initialize._warmup_jit_function = free_memory
 
 
 def repair_help(parser: argparse.ArgumentParser) -> None:

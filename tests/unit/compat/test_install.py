@@ -22,6 +22,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     for name in (
         "silence_megatron",
         "use_prebuilt_dataset_helpers",
+        "skip_warm_up",
         "balance_experts_over_unequal_ranks",
         "resume_distributed_optimizer",
         "allow_finished_jobs",
@@ -38,6 +39,7 @@ def test_start(calls: list[tuple]) -> None:
     assert calls == [
         ("silence_megatron", ["--lr", "1"]),
         ("use_prebuilt_dataset_helpers",),
+        ("skip_warm_up",),
         ("balance_experts_over_unequal_ranks",),
     ]
 

@@ -5,6 +5,7 @@ import ast
 import importlib.util
 import inspect
 import itertools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 from megatron.core.datasets import utils
+from megatron.training import initialize
 from megatron.training.arguments import add_megatron_arguments
 
-from mkd.compat.startup import repair_help, use_prebuilt_dataset_helpers
+from mkd.compat.startup import repair_help, skip_warm_up, use_prebuilt_dataset_helpers
 from mkd.config import flags, kd_fields
 from mkd.config.kd_config import KDConfig
-from tests.support.upstream import fresh
+from tests.support.upstream import fresh, source_of
 
 
 @pytest.fixture
@@ -50,6 +52,68 @@ def test_a_source_checkout_still_compiles(commands, monkeypatch):
     monkeypatch.delattr("megatron.core.datasets.helpers_cpp", raising=False)
     use_prebuilt_dataset_helpers()
     assert utils.compile_helpers is upstream
+
+
+COMPILED = """
+import torch
+
+compiled, compile = [], torch.compile
+count = lambda graph, inputs: compiled.append(graph) or graph.forward
+torch.compile = lambda function: compile(function, backend=count)
+from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_fused_train
+from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron.training import initialize
+from types import SimpleNamespace
+
+
+def tensor(*sizes):
+    return torch.ones(sizes, dtype=torch.bfloat16, requires_grad=True)
+
+
+def graphs_of_model(swiglu, bias, dropout):
+    before, width = len(compiled), 64 if swiglu else 32
+    activation = (lambda x, b: bias_swiglu_impl(x, b, False, False)) if swiglu else bias_gelu_impl
+    if swiglu or bias:  # there is no fused GELU without bias
+        activation(tensor(8, 2, width), tensor(width) if bias else None).sum().backward()
+    bias_dropout_add_fused_train((tensor(8, 2, 16), tensor(16) if bias else None), tensor(8, 2, 16), dropout)
+    return len(compiled) - before
+
+
+torch.rand = lambda size, dtype, device: torch.ones(size, dtype=dtype)  # the device is "cuda"
+sizes = dict(bf16=True, ffn_hidden_size=32, hidden_size=16, seq_length=8, micro_batch_size=2)
+layout = dict(tensor_model_parallel_size=1, context_parallel_size=1, sequence_parallel=False)
+for swiglu in (True, False):
+    initialize.get_args = lambda: SimpleNamespace(swiglu=swiglu, **sizes, **layout)
+    for model in ((swiglu, bias, dropout) for bias in (True, False) for dropout in (0.0, 0.1)):
+        torch._dynamo.reset()
+        alone = graphs_of_model(*model)
+        torch._dynamo.reset()
+        initialize._warmup_jit_function()
+        print(alone == graphs_of_model(*model) > 0)
+"""
+
+
+def test_after_upstreams_warm_up_models_compile_as_much_as_without_it() -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILED], capture_output=True, text=True, env=environ)
+    assert done.stdout.split() == ["True"] * 8, done.stderr
+
+
+def test_upstream_warms_up() -> None:
+    upstream = fresh(initialize)
+    upstream.get_args = lambda: pytest.fail("the warm-up has begun")
+    with pytest.raises(pytest.fail.Exception, match="has begun"):
+        upstream.set_jit_fusion_options()
+    assert "set_jit_fusion_options(" in source_of("pretrain")
+
+
+def test_warm_up_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+    monkeypatch.setattr(initialize, "_warmup_jit_function", begun.append)
+    skip_warm_up()
+    initialize.set_jit_fusion_options(tp_size=2)
+    assert begun == []
 
 
 def megatron_parser() -> argparse.ArgumentParser:
