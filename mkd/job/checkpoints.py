@@ -1,7 +1,7 @@
 """A job and its checkpoints: which one it continues from, and what it leaves behind."""
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
@@ -33,6 +33,7 @@ from mkd.config.megatron_checks import check_batches_grow
 from mkd.config.run_state import RunState
 from mkd.data.sources.stores import content_fingerprint, is_chat_file
 from mkd.errors import MkdCheckpointError, MkdConfigError
+from mkd.job.memory.stage_layers import chunks_of_stage
 from mkd.utils.atomic_files import hash_of
 from mkd.utils.logging import logger
 from mkd.utils.pretrained import tokenizer_fingerprint
@@ -163,16 +164,18 @@ def check_optimizer_layout(args: Namespace, folder: MegatronFolder, origin: str)
     """Refuse to resume a distributed optimizer in another layout than the one in which its state can be read.
 
     megatron-core 0.19 refuses other tensor- and pipeline-parallel sizes only, after all models are loaded, with a flag
-    that it no longer has.
+    that it no longer has. Several flags can divide the layers among pipeline stages in the same way.
 
     Raises:
-        MkdConfigError: naming each size that differs.
+        MkdConfigError: naming each size that differs, and the flags of another division of the layers.
     """
     stored = vars(folder.args)
     is_read = args.use_distributed_optimizer and not args.no_load_optim and not stored.get("no_save_optim")
     if not is_read or folder.optimizer_format != FIXED_LAYOUT:
         return
-    names = [name for name in _OPTIMIZER_LAYOUT if name in stored and stored[name] != getattr(args, name)]
+    names = _different(_OPTIMIZER_SIZES, args, stored)
+    if names or not _has_same_stages(args, stored):
+        names += _different(names_with(ArgRole.STAGES), args, stored)
     if names:
         sizes = ", ".join(f"--{name.replace('_', '-')} {stored[name]} (here {getattr(args, name)})" for name in names)
         raise MkdConfigError(
@@ -210,14 +213,27 @@ def check_same_optimizer(args: Namespace, folder: MegatronFolder, origin: str) -
 FIXED_LAYOUT = "dp_reshardable"
 """Megatron's default format of a distributed optimizer, which is read with any data- or context-parallel size."""
 RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
-_OPTIMIZER_LAYOUT = (
+_OPTIMIZER_SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
-    *names_with(ArgRole.STAGES),
 )
+
+
+def _different(names: Iterable[str], args: Namespace, stored: Mapping[str, Any]) -> list[str]:
+    """Names of the arguments whose stored value is not that of `args`; a value that is not stored is the same."""
+    return [name for name in names if name in stored and stored[name] != getattr(args, name)]
+
+
+def _has_same_stages(args: Namespace, stored: Mapping[str, Any]) -> bool:
+    """True if the layers of each pipeline stage, and of its virtual stages, are those of the checkpoint; the parallel
+    sizes must be."""
+    kept = {name: stored[name] for name in names_with(ArgRole.STAGES) if name in stored}
+    there = Namespace(**{**vars(args), **kept})
+    stages = range(args.pipeline_model_parallel_size)
+    return all(chunks_of_stage(there, stage) == chunks_of_stage(args, stage) for stage in stages)
 
 
 def check_stored_schedule(args: Namespace, point: ResumePoint | None) -> list[str]:

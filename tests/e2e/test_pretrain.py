@@ -103,6 +103,17 @@ def test_saved_under_pp2_resumed_in_another_layout(
             assert seen[key] == pytest.approx(expected[key], rel=1e-5), (seen["iteration"], key)
 
 
+def test_the_same_division_of_the_layers_by_other_flags_resumes_to_the_last_bit(job: SmallJob, tmp_path: Path) -> None:
+    """A distributed optimizer whose state is read in one layout only."""
+    common = {**SIX, **PP2, "--use-distributed-optimizer": True}
+    last = {**common, "--decoder-last-pipeline-num-layers": 1}
+    whole = trained(job, {**last, "--save": tmp_path / "whole"}, ranks=2)
+    resumed = cut_back(tmp_path / "whole", tmp_path / "resumed", 3)
+    layout = {**common, "--pipeline-model-parallel-layout": "Ettt|tL", "--save": resumed, "--load": resumed}
+    assert steps(trained(job, layout, ranks=2)) == steps(whole)
+    assert_same_weights(tmp_path / "whole", resumed)
+
+
 @pytest.mark.parametrize("by_itself", [False, True])
 def test_what_a_run_prints(job: SmallJob, six_steps: tuple[Path, Result], tmp_path: Path, by_itself: bool) -> None:
     """mkd's own lines, those of iterations, evaluations and checkpoints, and not a thousand others of megatron's.

@@ -138,12 +138,16 @@ def test_no_note_without_a_position(monkeypatch, names) -> None:
     assert resumed(monkeypatch, stored, arguments(*names, finetune=True, seq_length=32)) == []
 
 
-LAYOUT = dict(
+SIZES = dict(
     tensor_model_parallel_size=1,
-    pipeline_model_parallel_size=1,
+    pipeline_model_parallel_size=2,
     virtual_pipeline_model_parallel_size=None,
     expert_model_parallel_size=1,
     expert_tensor_parallel_size=1,
+)
+LAYOUT = dict(
+    **SIZES,
+    num_layers=6,
     pipeline_model_parallel_layout=None,
     decoder_first_pipeline_num_layers=None,
     decoder_last_pipeline_num_layers=None,
@@ -161,11 +165,47 @@ def optimizer(stored: dict, format: str | None, **changes: Any) -> str | None:
         return str(error)
 
 
-@pytest.mark.parametrize("name", LAYOUT)
-def test_an_optimizer_of_another_layout_is_refused_before_models_are_loaded(name: str) -> None:
-    text = optimizer({name: 2}, "dp_reshardable")
-    assert f"--{name.replace('_', '-')} 2 (here {LAYOUT[name]})" in text
+FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+DIVISION = "pipeline_model_parallel_layout"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*((name, 4) for name in SIZES), (FIRST, 4), (LAST, 2), (DIVISION, "Ett|ttttL")],
+)
+def test_an_optimizer_of_another_layout_is_refused_before_models_are_loaded(name: str, value: Any) -> None:
+    text = optimizer({name: value}, "dp_reshardable")
+    assert f"--{name.replace('_', '-')} {value} (here {LAYOUT[name]})" in text
     assert "--dist-ckpt-optim-fully-reshardable" in text and "--no-load-optim" in text
+
+
+WITH_VIRTUAL = {"virtual_pipeline_model_parallel_size": 2, "num_layers": 8}
+PADDED = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+
+
+@pytest.mark.parametrize(
+    ("stored", "changes"),
+    [
+        ({}, {DIVISION: "Ettt|tttL"}),
+        ({}, {FIRST: 3}),
+        ({}, PADDED),
+        ({LAST: 2}, {FIRST: 4}),
+        ({LAST: 2}, {DIVISION: "Etttt|ttL"}),
+        (WITH_VIRTUAL, {**WITH_VIRTUAL, DIVISION: "Ett|tt|tt|ttL"}),
+        ({name: LAYOUT[name] for name in ("num_layers", *SIZES)}, {LAST: 2}),
+    ],
+)
+def test_the_same_division_of_the_layers_by_other_flags_is_the_same_layout(stored: dict, changes: dict) -> None:
+    folder = SimpleNamespace(args=Namespace(**{**LAYOUT, **stored}), optimizer_format="dp_reshardable")
+    if len(stored) > len(WITH_VIRTUAL):
+        folder.args = Namespace(**stored)  # of a version without these flags
+    given = {"use_distributed_optimizer": True, "no_load_optim": None}
+    assert check_optimizer_layout(Namespace(**{**LAYOUT, **given, **changes}), folder, "--load S") is None
+
+
+def test_other_virtual_stages_are_another_layout() -> None:
+    text = optimizer(WITH_VIRTUAL, "dp_reshardable", **WITH_VIRTUAL, **{DIVISION: "Ett|ttt|t|ttL"})
+    assert f"--{DIVISION.replace('_', '-')} None (here Ett|ttt|t|ttL)" in text
 
 
 def test_optimizers_that_can_be_read() -> None:
