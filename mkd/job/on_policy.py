@@ -18,8 +18,8 @@ from mkd.job.elsewhere.common import SourceAtAddresses
 from mkd.job.elsewhere.rollout_servers import rollout_folder, served_writer
 from mkd.job.memory import cache_tokens
 from mkd.job.samples import Writer, text_positions
-from mkd.rollout.attention import reason_against_cache
-from mkd.rollout.cached import cached_length
+from mkd.rollout.engine.attention import reason_against_cache
+from mkd.rollout.engine.cached import cached_length
 from mkd.rollout.guard import CollapseGuard
 from mkd.rollout.on_policy import OnPolicy
 from mkd.rollout.rows import WrittenRowOptions

@@ -16,7 +16,7 @@ from mkd.data.sources.prompts import Prompt, end_tokens, read_prompts, require_k
 from mkd.data.sources.tasks import Task, read_tasks
 from mkd.distributed.groups import Groups
 from mkd.report.samples import Sample
-from mkd.rollout.attention import reason_against_cache
+from mkd.rollout.engine.attention import reason_against_cache
 from mkd.rollout.interface import Decoding, Engine, Request, WrittenText
 from mkd.rollout.write import write_texts
 from mkd.utils.hub_folder import model_folder

@@ -33,7 +33,7 @@ class Decoding:
     temperature: float = 0.0
     """Divisor of the logits before sampling; 0 writes the most probable token."""
     seed: int = 0
-    """Seed of sampling; see `mkd.rollout.sampler`."""
+    """Seed of sampling; see `mkd.rollout.engine.sampler`."""
     top_p: float = 1.0
     """Tokens are sampled from the most probable ones whose probabilities sum to at least this."""
     cache_tokens: int | None = None

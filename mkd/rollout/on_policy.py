@@ -22,11 +22,11 @@ from mkd.data.packing.row_layout import RowLayout
 from mkd.data.packing.row_plan import EpochOrder
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdCheckpointError
+from mkd.rollout.engine.sampler import request_key
 from mkd.rollout.facts import RolloutFacts, repeated_share
 from mkd.rollout.guard import CollapseGuard
 from mkd.rollout.interface import Decoding, Delivery, Engine, Request, TextWriter, WrittenText
 from mkd.rollout.rows import WrittenRowOptions, WrittenRows, WrittenViews
-from mkd.rollout.sampler import request_key
 from mkd.rollout.write import write_texts
 
 

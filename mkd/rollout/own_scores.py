@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from mkd.data.batch import KDBatch
 from mkd.distributed.groups import Groups
-from mkd.rollout.forward import evaluating, positions_on_rank, run_forward, sum_of_parts
+from mkd.rollout.engine.forward import evaluating, positions_on_rank, run_forward, sum_of_parts
+from mkd.rollout.engine.sampler import logits_of
 from mkd.rollout.interface import Decoding
-from mkd.rollout.sampler import logits_of
 
 _LENGTH_STEP = 16
 """The row is padded to a multiple of this number of tokens, which FP8 needs."""

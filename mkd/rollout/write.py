@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from torch import nn
 
 from mkd.distributed.groups import Groups
-from mkd.rollout.cached import write_cached
-from mkd.rollout.forward import evaluating
+from mkd.rollout.engine.cached import write_cached
+from mkd.rollout.engine.forward import evaluating
+from mkd.rollout.engine.uncached import write_uncached
 from mkd.rollout.interface import Decoding, Delivery, Engine, Request, WrittenText
-from mkd.rollout.uncached import write_uncached
 
 _ENGINES = {"cached": write_cached, "uncached": write_uncached}
 
@@ -30,7 +30,7 @@ def write_texts(
         groups: its layout.
         requests: the prompts, the same on all ranks; none may be empty.
         options: see `Decoding`.
-        engine: the method; see `mkd.rollout.attention.reason_against_cache`.
+        engine: the method; see `mkd.rollout.engine.attention.reason_against_cache`.
         delivery: the use of texts before all are written; None for none.
 
     Returns:

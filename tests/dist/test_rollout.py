@@ -17,10 +17,10 @@ from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.load import load_hf_weights
 from mkd.distributed.groups import Groups
-from mkd.rollout import block_sum, token_layout
-from mkd.rollout.block_sum import add_outputs_reference
+from mkd.rollout.engine import block_sum, token_layout
+from mkd.rollout.engine.block_sum import add_outputs_reference
+from mkd.rollout.engine.sampler import NextToken
 from mkd.rollout.interface import Decoding, Engine, Request
-from mkd.rollout.sampler import NextToken
 from mkd.rollout.write import write_texts
 from tests.dist.test_hf_families import GEMMA2, GEMMA3, MODELS, NO_SPECIAL_TOKENS
 from tests.support.dist.gpt_models import build_from_arguments, layout

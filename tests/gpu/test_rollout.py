@@ -16,8 +16,8 @@ from megatron.training.models import GPTModelBuilder
 
 from mkd.distributed.groups import Groups
 from mkd.models.gpt import gpt_config
+from mkd.rollout.engine.sampler import NextToken
 from mkd.rollout.interface import Decoding, Request, WrittenText
-from mkd.rollout.sampler import NextToken
 from mkd.rollout.write import write_texts
 from tests.support.dist.kd_step import Layout, model_arguments, parallel_state
 

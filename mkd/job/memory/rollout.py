@@ -9,8 +9,8 @@ from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_checks import length_multiple
 from mkd.job.memory.logits import shard_of
 from mkd.job.memory.stage_layers import chunks_of_stage
-from mkd.rollout.attention import reason_against_cache
-from mkd.rollout.cached import cached_length
+from mkd.rollout.engine.attention import reason_against_cache
+from mkd.rollout.engine.cached import cached_length
 
 LOGIT_BYTES = 8
 """Bytes per logit where the most probable token is written, or where one kernel samples: fp32 logits, and those in the
@@ -106,7 +106,7 @@ def exported_bytes(args: Namespace) -> int:
 
 
 def _sampling_bytes(args: Namespace, kd: KDConfig, on_gpu: bool) -> int:
-    """Bytes in which the next token of one text is chosen (`mkd.rollout.sampler`)."""
+    """Bytes in which the next token of one text is chosen (`mkd.rollout.engine.sampler`)."""
     shard, is_sorted = shard_of(args), kd.rollout_top_p < 1.0
     if kd.rollout_temperature == 0.0 or (on_gpu and not is_sorted):
         return shard * LOGIT_BYTES

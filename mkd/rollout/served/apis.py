@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from mkd.errors import MkdTeacherError
+from mkd.rollout.engine.sampler import request_key
 from mkd.rollout.interface import Decoding, Request
-from mkd.rollout.sampler import request_key
 from mkd.teacher.inference.apis import InferenceApi, SglangApi, VllmApi
 from mkd.teacher.inference.http import HttpServer, ServerLost, ServerRefusal
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from mkd.rollout.engine.sampler import request_key
 from mkd.rollout.interface import Decoding, Request
-from mkd.rollout.sampler import request_key
 from mkd.utils.atomic_files import write_bytes
 from mkd.utils.json_files import parse_json, read_regular
 

@@ -37,7 +37,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from mkd.checkpoint.hf.writer import WeightsWriter
 from mkd.cli.train_job import run_job
-from mkd.rollout import cached
+from mkd.rollout.engine import cached
 from mkd.teacher.online import OnlineTeacher
 from mkd.train.step import ForwardStep
 

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 from megatron.training.models import GPTModelBuilder
 
-import mkd.rollout.token_layout
+import mkd.rollout.engine.token_layout
 from mkd.distributed.groups import Groups
 from mkd.distributed.peer_memory import peer_memory
 from mkd.models.gpt import gpt_config
-from mkd.rollout.block_sum import BlockSums, add_outputs_reference
+from mkd.rollout.engine.block_sum import BlockSums, add_outputs_reference
 from mkd.rollout.interface import Decoding, Request
 from mkd.rollout.write import write_texts
 from tests.support.dist.kd_samples import VOCAB
@@ -73,7 +73,7 @@ def texts(chunks: list, layout: Layout, groups: Groups) -> dict[str, list[list[i
 def kernel_differences(groups: Groups) -> dict[str, float]:
     """Largest differences of sums of outputs in bf16: of two ranks, of the residual stream from the definition, and the
     relative ones of its norm."""
-    from mkd.rollout.block_sum_kernel import add_outputs_triton
+    from mkd.rollout.engine.block_sum_kernel import add_outputs_triton
 
     group, shape, dtype = groups.tp, (64, 2048), torch.bfloat16
     memory = peer_memory(group, BlockSums.bytes_of(shape, dtype, group.size()))
@@ -156,9 +156,9 @@ def main() -> None:
     parser.add_argument("--profile", type=int, help="texts at once of a profile")
     flags = parser.parse_args()
     reasons: list[str] = []
-    mkd.rollout.token_layout._report = reasons.append
+    mkd.rollout.engine.token_layout._report = reasons.append
     if flags.nccl:
-        mkd.rollout.token_layout._block_sums = lambda *_: ()
+        mkd.rollout.engine.token_layout._block_sums = lambda *_: ()
     with ranks() as count:
         layout = Layout(tp=count, sp=flags.sequence_parallel)
         with parallel_state(layout):

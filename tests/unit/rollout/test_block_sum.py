@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from mkd.rollout.block_sum import BlockSums, add_outputs_reference
+from mkd.rollout.engine.block_sum import BlockSums, add_outputs_reference
 from tests.support.loss_cases import INTERPRETED
 
 
@@ -21,7 +21,7 @@ def outputs(ranks: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.T
 @pytest.mark.parametrize("is_zero_centered", [False, True])
 def test_kernel(ranks: int, dtype: torch.dtype, is_zero_centered: bool) -> None:
     """Bit-equal on all ranks. Triton's interpreter does not round to bf16, it truncates."""
-    from mkd.rollout.block_sum_kernel import add_outputs_triton
+    from mkd.rollout.engine.block_sum_kernel import add_outputs_triton
 
     made, residual, weight = outputs(ranks, dtype)
     norm = weight, 1e-5, is_zero_centered
@@ -42,7 +42,7 @@ def test_kernel(ranks: int, dtype: torch.dtype, is_zero_centered: bool) -> None:
 @INTERPRETED
 def test_ranks_wait_for_calls_of_all() -> None:
     """A rank counts its calls with the others, and does not wait where they have begun the same call before."""
-    from mkd.rollout.block_sum_kernel import add_outputs_triton
+    from mkd.rollout.engine.block_sum_kernel import add_outputs_triton
 
     made, residual, weight = outputs(2, torch.float32)
     flags = [torch.zeros(3, 2, dtype=torch.int32) for _ in range(2)]

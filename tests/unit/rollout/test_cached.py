@@ -6,8 +6,8 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-from mkd.rollout import attention
-from mkd.rollout.cached import _Sizes, _Slots, _Text
+from mkd.rollout.engine import attention
+from mkd.rollout.engine.cached import _Sizes, _Slots, _Text
 from mkd.rollout.interface import Decoding, Request
 
 

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from mkd.rollout.cache_attention import ScoreOptions, attend_reference, store_reference
-from mkd.rollout.sampler import gumbel_noise
+from mkd.rollout.engine.cache_attention import ScoreOptions, attend_reference, store_reference
+from mkd.rollout.engine.sampler import gumbel_noise
 from tests.support.loss_cases import INTERPRETED
 
 pytestmark = INTERPRETED
@@ -22,7 +22,7 @@ def test_attention(case: str) -> None:
 
     The new key and value, views of a wider tensor, replace those that are stored at the position.
     """
-    from mkd.rollout.kernels import attend_triton
+    from mkd.rollout.engine.attention_kernel import attend_triton
 
     heads, groups = (4, 4) if case == "all heads" else (6, 2)
     width, value_width = (24, 8) if case == "widths" else (16, 16)
@@ -78,7 +78,7 @@ def test_no_softcap_of_transformer_engine() -> None:
 @pytest.mark.parametrize(("first", "dtype"), [(0, torch.float32), (5000, torch.float32), (5000, torch.bfloat16)])
 def test_sampled_tokens(first: int, dtype: torch.dtype) -> None:
     """The same as the definition for every key, with ids that do not exist and a column of equal logits."""
-    from mkd.rollout.kernels import sampled_triton
+    from mkd.rollout.engine.sampling_kernel import sampled_triton
 
     generator = torch.Generator().manual_seed(2)
     logits = (3.0 * torch.randn(8, 2100, generator=generator)).to(dtype)
@@ -92,7 +92,7 @@ def test_sampled_tokens(first: int, dtype: torch.dtype) -> None:
 
 def test_bounds_of_random_numbers() -> None:
     """The bound in fp32 is above every number of the hash, at its ends too, and seldom far above those that matter."""
-    from mkd.rollout.kernels import _largest_gumbel
+    from mkd.rollout.engine.sampling_kernel import _largest_gumbel
 
     ends = torch.cat([torch.arange(300), torch.arange(1 << 28, (1 << 28) + 300)])
     high = torch.cat([ends, (1 << 32) - 1 - ends, torch.arange(0, 1 << 32, 1 << 20)]).unique()
@@ -115,7 +115,7 @@ def test_bounds_of_random_numbers() -> None:
 
 def test_sampled_tokens_exist() -> None:
     """Also where the logits are NaN, so that the loss can report them."""
-    from mkd.rollout.kernels import sampled_triton
+    from mkd.rollout.engine.sampling_kernel import sampled_triton
 
     column = sampled_triton(torch.full((2, 1030), torch.nan), torch.tensor([1, 2]), 0, 1.0)[1]
     assert ((column >= 0) & (column < 1030)).all()

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mkd.rollout.engine.sampler import NextToken, gumbel_noise, position_key, request_key
 from mkd.rollout.interface import Request
-from mkd.rollout.sampler import NextToken, gumbel_noise, position_key, request_key
 
 
 def keys(count: int, seed: int = 0) -> torch.Tensor:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mkd.distributed.peer_memory import NoPeerMemory
-from mkd.rollout import token_layout
-from mkd.rollout.token_layout import TokenLayout
+from mkd.rollout.engine import token_layout
+from mkd.rollout.engine.token_layout import TokenLayout
 
 
 class Layer(torch.nn.Module):

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from mkd.data.batch import KDBatch
 from mkd.distributed.groups import Groups
-from mkd.rollout.forward import run_forward
+from mkd.rollout.engine.forward import run_forward
+from mkd.rollout.engine.sampler import NextToken, position_key, request_key
 from mkd.rollout.interface import Decoding, Delivery, Request
-from mkd.rollout.sampler import NextToken, position_key, request_key
 
 _LENGTH_STEP = 16
 """Rows are padded to a multiple of this number of tokens, so that few shapes occur; FP8 needs it too."""

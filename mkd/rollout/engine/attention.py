@@ -18,7 +18,7 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor, nn
 
-from mkd.rollout.cache_attention import ScoreOptions, attend_reference, store_reference
+from mkd.rollout.engine.cache_attention import ScoreOptions, attend_reference, store_reference
 
 
 def reason_against_cache(args: Namespace) -> str | None:
@@ -149,7 +149,7 @@ def _attention(core: nn.Module, forward: Any, state: CachedAttention) -> Any:
             return forward(query, key, value, *args, **kwargs)
         new = key[:, 0], value[:, 0]
         if query.is_cuda:  # whose kernel reads no more than it needs: a CUDA graph serves all positions
-            from mkd.rollout.kernels import attend_triton
+            from mkd.rollout.engine.attention_kernel import attend_triton
 
             output = attend_triton(query[:, 0], new, keys, values, now.positions, options)
         else:

@@ -1,4 +1,4 @@
-"""The Triton kernel of `mkd.rollout.block_sum.add_outputs_reference`."""
+"""The Triton kernel of `mkd.rollout.engine.block_sum.add_outputs_reference`."""
 
 from collections.abc import Sequence
 

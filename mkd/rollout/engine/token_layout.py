@@ -17,8 +17,8 @@ from torch import nn
 
 from mkd.distributed.groups import Groups
 from mkd.distributed.peer_memory import NoPeerMemory, peer_memory
-from mkd.rollout.block_sum import BlockSums, reason_against_block_sums
-from mkd.rollout.captured_step import can_capture
+from mkd.rollout.engine.block_sum import BlockSums, reason_against_block_sums
+from mkd.rollout.engine.captured_step import can_capture
 from mkd.utils.logging import logger
 
 _SEQUENCE_PARALLEL = (

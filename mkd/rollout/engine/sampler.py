@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mkd.distributed.groups import Groups
 from mkd.losses import LogitMap
 from mkd.models.gpt import output_head
-from mkd.rollout.forward import positions_on_rank, sum_of_parts
+from mkd.rollout.engine.forward import positions_on_rank, sum_of_parts
 from mkd.rollout.interface import Decoding, Request
 
 _BITS = 64
@@ -176,7 +176,7 @@ class NextToken:
         if self.temperature == 0.0:
             return logits.max(dim=1)
         if self._has_kernel(logits):
-            from mkd.rollout.kernels import sampled_triton
+            from mkd.rollout.engine.sampling_kernel import sampled_triton
 
             return sampled_triton(logits, keys, first, self.temperature)
         scores = logits.double() / self.temperature

@@ -159,7 +159,7 @@ class BlockSums:
         def add(output: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
             finish_parameter_sync(norm)
             if residual.is_cuda:
-                from mkd.rollout.block_sum_kernel import add_outputs_triton
+                from mkd.rollout.engine.block_sum_kernel import add_outputs_triton
 
                 hidden, self._normed = add_outputs_triton(partials, self.flags, self.rank, residual, options)
             else:

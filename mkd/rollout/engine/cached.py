@@ -17,12 +17,12 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from mkd.distributed.groups import Groups
-from mkd.rollout.attention import CachedAttention, KeysAndValues, PromptPass, TokenPass, cached_attention
-from mkd.rollout.captured_step import can_capture, captured
-from mkd.rollout.forward import run_forward
+from mkd.rollout.engine.attention import CachedAttention, KeysAndValues, PromptPass, TokenPass, cached_attention
+from mkd.rollout.engine.captured_step import can_capture, captured
+from mkd.rollout.engine.forward import run_forward
+from mkd.rollout.engine.sampler import NextToken, next_position_keys, request_key, signed
+from mkd.rollout.engine.token_layout import TokenLayout
 from mkd.rollout.interface import Decoding, Delivery, Request
-from mkd.rollout.sampler import NextToken, next_position_keys, request_key, signed
-from mkd.rollout.token_layout import TokenLayout
 
 _STEP = 16
 """Lengths are rounded up to a multiple of it, so that few shapes occur."""
