@@ -89,18 +89,20 @@ _EXPERTS = (
     MegatronArg("moe_router_topk", _MEANING | _CHECKED, label="experts per token"),
     MegatronArg("moe_ffn_hidden_size", _SHAPE | _CHECKED),
     MegatronArg("moe_shared_expert_intermediate_size", _SHAPE),
-    MegatronArg("moe_layer_freq", _CHECKED),
+    MegatronArg("moe_layer_freq", _SHAPE | _CHECKED),
     *_alike(_MEANING, "moe_router_pre_softmax moe_router_score_function"),
-    *_alike(_ADOPTED, "moe_router_num_groups moe_router_group_topk moe_shared_expert_gate"),
+    *_alike(_SHAPE | _ADOPTED, "moe_shared_expert_gate"),
+    *_alike(_MEANING | _ADOPTED, "moe_router_num_groups moe_router_group_topk"),
     *_alike(_MEANING | _ADOPTED, "router_group_best normalized_single_expert"),
     *_alike(_SHARED, "moe_token_dispatcher_type moe_grouped_gemm moe_permute_fusion"),
     *_alike(ArgRole.RUN_CHOICE, "moe_aux_loss_coeff moe_router_dtype"),
+    *_alike(_SHAPE | _MODEL, "moe_latent_size moe_router_enable_expert_bias"),
     *_alike(
-        _MODEL,
-        "moe_apply_probs_on_input moe_latent_size moe_mlp_glu_interleave_size moe_router_enable_expert_bias"
-        " moe_router_force_biased moe_router_topk_scaling_factor"
-        " moe_shared_expert_glu_interleave_size moe_single_grouped_bias moe_single_grouped_weight",
+        _MEANING | _MODEL,
+        "moe_apply_probs_on_input moe_mlp_glu_interleave_size moe_router_topk_scaling_factor"
+        " moe_shared_expert_glu_interleave_size",
     ),
+    *_alike(_MODEL, "moe_router_force_biased moe_single_grouped_bias moe_single_grouped_weight"),
     *_alike(
         _TRAINING,
         "moe_enable_routing_replay moe_expert_capacity_factor moe_expert_rank_capacity_factor moe_input_jitter_eps"
@@ -131,7 +133,8 @@ _VOCABULARY = (
 _FEED_FORWARD = (
     *_alike(_SHAPE, "swiglu add_bias_linear"),
     *_alike(_MEANING | _ADOPTED, "quick_geglu glu_linear_offset activation_func_clamp_value gelu_tanh"),
-    *_alike(_MODEL, "openai_gelu squared_relu"),
+    *_alike(_MEANING | _MODEL, "squared_relu"),
+    *_alike(_MODEL, "openai_gelu"),
 )
 
 _ATTENTION = (
@@ -144,12 +147,13 @@ _ATTENTION = (
     *_alike(_MEANING | _ADOPTED, "residual_multiplier norms_with_rope_only distant_attention"),
     *_alike(_MEANING | _ADOPTED, "latent_norm_epsilon"),
     *_alike(_MEANING | _ADOPTED, "window_size window_attn_skip_freq softmax_type"),
-    *_alike(_ADOPTED, "qk_l2_norm attention_output_gate no_rope_freq"),
+    *_alike(_SHAPE | _ADOPTED, "attention_output_gate"),
+    *_alike(_MEANING | _ADOPTED, "qk_l2_norm no_rope_freq"),
     *_alike(_SHAPE | _ADOPTED, "experimental_attention_variant linear_attention_freq linear_conv_kernel_dim"),
     *_alike(_SHAPE | _ADOPTED, "linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads"),
     *_alike(_SHAPE | _ADOPTED, "layer_mixers mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads"),
     *_alike(_MEANING | _ADOPTED, "least_time_step"),
-    *_alike(_ADOPTED, "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"),
+    *_alike(_SHAPE | _ADOPTED, "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"),
     *_alike(_MODEL, "apply_query_key_layer_scaling"),
     *_alike(
         _MODEL,
@@ -173,10 +177,10 @@ _POSITIONS = (
     *_alike(_MEANING | _ADOPTED, "use_rope_scaling rope_scaling_factor"),
     *_alike(_MEANING, "rotary_interleaved"),
     *_alike(_MEANING | _ADOPTED, "rope_frequencies"),
-    *_alike(_ADOPTED, "rotary_seq_len_interpolation_factor"),
-    *_alike(_ADOPTED, "rope_type rotary_scaling_factor mscale mscale_all_dim original_max_position_embeddings"),
-    *_alike(_ADOPTED, "beta_fast beta_slow yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow"),
-    *_alike(_ADOPTED, "yarn_correction_range_round_to_int"),
+    *_alike(_MEANING | _ADOPTED, "rotary_seq_len_interpolation_factor rope_type rotary_scaling_factor"),
+    *_alike(_MEANING | _ADOPTED, "mscale mscale_all_dim original_max_position_embeddings beta_fast beta_slow"),
+    *_alike(_MEANING | _ADOPTED, "yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow"),
+    *_alike(_MEANING | _ADOPTED, "yarn_correction_range_round_to_int"),
     *_alike(
         _MODEL,
         "add_position_embedding mrope_section relative_attention_max_distance relative_attention_num_buckets"
@@ -185,14 +189,15 @@ _POSITIONS = (
 )
 
 _OTHER_ARCHITECTURES = (
-    *_alike(_ADOPTED, "use_mup mup_embedding_mult mup_output_mult embedding_scale_in_params_dtype"),
+    *_alike(_MEANING | _ADOPTED, "use_mup mup_embedding_mult mup_output_mult embedding_scale_in_params_dtype"),
     *_alike(
         _MODEL,
         "bert_binary_head decoder_num_layers encoder_num_layers heterogeneous_layers_config_encoded_json"
         " heterogeneous_layers_config_path is_hybrid_model mtp_hybrid_override_pattern mtp_standalone"
-        " mtp_use_repeated_layer mup_attn_scale_power"
-        " mup_base_head_dim mup_base_hidden_size mup_width_mult",
+        " mtp_use_repeated_layer",
     ),
+    *_alike(_MEANING | _MODEL, "mup_attn_scale_power mup_base_head_dim mup_base_hidden_size"),
+    *_alike(_MODEL, "mup_width_mult"),
     MegatronArg("mtp_num_layers", _MODEL, frozen=None),
     *_alike(_TRAINING, "mtp_detach_heads mtp_loss_scaling_factor"),
     *_alike(_COMPUTE, "use_mamba_mem_eff_path"),
@@ -355,8 +360,16 @@ def in_order(found: Iterable[str]) -> list[str]:
     return sorted(found, key=lambda name: (places.get(name, len(places)), name))
 
 
-_OFF_IF_MISSING = frozenset({"whole_width_qk_norms", "gelu_tanh"})
+_OFF_IF_MISSING = frozenset({"whole_width_qk_norms", "gelu_tanh", "embedding_scale_in_params_dtype"})
 """Arguments without a flag that --kd-student-hf sets, also to False; the size flags of a script do not."""
+
+_MEGATRON_IF_MISSING: Mapping[str, Any] = {
+    "yarn_original_max_position_embeddings": 4096,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_correction_range_round_to_int": True,
+}
+"""Values that Megatron computes with where a flag without a default is not given."""
 
 
 def comparable(name: str, values: Mapping[str, Any]) -> Any:
@@ -373,6 +386,8 @@ def comparable(name: str, values: Mapping[str, Any]) -> Any:
     value = values.get(name)
     if name in _OFF_IF_MISSING:
         return bool(value)
+    if value is None and name in _MEGATRON_IF_MISSING:
+        return _MEGATRON_IF_MISSING[name]
     if name in ("num_query_groups", "group_query_attention"):
         heads = values.get("num_attention_heads")
         groups = values.get("num_query_groups") or heads if values.get("group_query_attention") else heads

@@ -293,9 +293,34 @@ def test_another_window_is_another_model() -> None:
         check_same_job(model(window_size=None), model(window_size=(127, 0)), "--load X")
 
 
+@pytest.mark.parametrize(
+    ("name", "before", "now"),
+    [
+        ("squared_relu", False, True),
+        ("no_rope_freq", None, 2),
+        ("rotary_seq_len_interpolation_factor", None, 2),
+        ("rotary_scaling_factor", 1.0, 4.0),
+        ("yarn_beta_fast", None, 16.0),
+        ("mup_output_mult", 1.0, 0.5),
+        ("qk_l2_norm", False, True),
+        ("moe_router_topk_scaling_factor", None, 2.5),
+        ("moe_router_num_groups", None, 2),
+        ("moe_router_enable_expert_bias", False, True),
+        ("moe_layer_freq", 1, 2),
+    ],
+)
+def test_flags_that_change_the_computation_of_a_random_student(name: str, before: object, now: object) -> None:
+    with pytest.raises(MkdCheckpointError, match=f"--{name.replace('_', '-')} is {before} there and {now} in this job"):
+        check_same_job(model(**{name: now}), model(**{name: before}), "--load X")
+
+
+def test_a_flag_of_yarn_with_megatrons_value_is_no_change() -> None:
+    check_same_job(model(yarn_beta_fast=32.0), model(yarn_beta_fast=None), "--load X")
+
+
 def test_size_flags_continue_the_run_of_a_folder() -> None:
     """--kd-student-hf stores properties without a flag, which a script of Megatron does not have."""
-    off = {"whole_width_qk_norms": False, "gelu_tanh": False}
+    off = {"whole_width_qk_norms": False, "gelu_tanh": False, "embedding_scale_in_params_dtype": False}
     check_same_job(model(), model(**off), "--load X")
     check_same_job(model(whole_width_qk_norms=None), model(**off), "--load X")
     for name in off:
