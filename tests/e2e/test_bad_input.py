@@ -327,6 +327,8 @@ def test_sequence_longer_than_the_positions(attempt):
         ("--num-attention-heads", 8, 4),
         ("--vocab-size", 300, VOCAB),
         ("--rotary-base", 7, 10000),
+        ("--glu-linear-offset", 0.5, 0.0),
+        ("--activation-func-clamp-value", 7.0, None),
         ("--normalization", "LayerNorm", "RMSNorm"),
         ("--max-position-embeddings", 64, 128),
     ],

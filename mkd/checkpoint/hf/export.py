@@ -162,14 +162,11 @@ def architecture_of(folder: ModelOrigin, name: str | None = None) -> tuple[Famil
         values = {**stored, "vocab_size": stored["vocab_size"] or stored["padded_vocab_size"]}
         family, config = _family_of_args(values, FAMILIES if name is None else (family_by_name(name),))
     args = family.megatron_args(config)
-    for argument in in_order(args.keys() - set(names_with(ArgRole.RUN_CHOICE))):
-        actual = stored.get(argument)
-        is_same = comparable(argument, stored) == comparable(argument, args)
-        if not is_same and not (argument == "vocab_size" and actual is None):
-            raise folder.error(
-                f"the checkpoint was made with --{argument.replace('_', '-')} {actual}, its config.json has "
-                f"{args[argument]}"
-            )
+    if (name := _first_difference(stored, args)) is not None:
+        raise folder.error(
+            f"the checkpoint was made with --{name.replace('_', '-')} {stored.get(name)}, its config.json has "
+            f"{args[name]}"
+        )
     return family, config, args
 
 
@@ -178,10 +175,25 @@ def _family_of_args(values: dict[str, Any], families: Sequence[Family]) -> tuple
     reasons = []
     for family in families:
         try:
-            return family, family.hf_config(values)
+            config = family.hf_config(values)
+            if (name := _first_difference(values, written := family.megatron_args(config))) is None:
+                return family, config
+            reasons.append(
+                f"{family.architectures[0]} would have --{name.replace('_', '-')} {written[name]}, the Megatron "
+                f"checkpoint was made with {values.get(name)}"
+            )
         except MkdCheckpointError as error:
             reasons.append(str(error))
     raise MkdCheckpointError("no known Hugging Face architecture fits this checkpoint: " + "; ".join(reasons))
+
+
+def _first_difference(stored: Mapping[str, Any], args: Mapping[str, Any]) -> str | None:
+    """The first argument of a family's model `args` with another value in a checkpoint; None if there is none."""
+    for name in in_order(args.keys() - set(names_with(ArgRole.RUN_CHOICE))):
+        is_same = comparable(name, stored) == comparable(name, args)
+        if not is_same and not (name == "vocab_size" and stored.get(name) is None):
+            return name
+    return None
 
 
 class ModelTensors(ABC):

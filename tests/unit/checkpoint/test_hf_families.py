@@ -2,12 +2,14 @@
 
 import math
 import re
+from argparse import Namespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, LlamaConfig
 
+from mkd.checkpoint.hf.export import architecture_of
 from mkd.checkpoint.hf.families import DEEPSEEK_V3, FAMILIES, GPT_OSS, LLAMA, PHI3, UNSUPPORTED, family_of
 from mkd.checkpoint.hf.writer import config_with_dtype
 from mkd.config.flags import default_arguments
@@ -245,7 +247,16 @@ def test_config_round_trip(rope, groups):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("normalization", "LayerNorm"), ("add_qkv_bias", True), ("num_experts", 8), ("rotary_percent", 0.5)],
+    [
+        ("normalization", "LayerNorm"),
+        ("add_qkv_bias", True),
+        ("num_experts", 8),
+        ("rotary_percent", 0.5),
+        ("glu_linear_offset", 1.0),
+        ("activation_func_clamp_value", 7.0),
+        ("squared_relu", True),
+        ("quick_geglu", True),
+    ],
 )
 def test_unsupported_arguments_are_named(name, value):
     with pytest.raises(MkdCheckpointError, match="--" + name.replace("_", "-")):
@@ -482,6 +493,62 @@ def test_routers_that_no_folder_has():
     args = {**vars(default_arguments()), **family_of(mixtral).megatron_args(mixtral)}
     with pytest.raises(MkdCheckpointError, match="--moe-router-pre-softmax"):
         family_of(mixtral).hf_config({**args, "moe_router_pre_softmax": True})
+
+
+SIZE_FLAGS = {
+    "num_layers": 2,
+    "hidden_size": 96,
+    "num_attention_heads": 6,
+    "kv_channels": 16,
+    "ffn_hidden_size": 80,
+    "max_position_embeddings": 64,
+    "vocab_size": 131,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+}
+
+
+class RandomStudent:
+    """A student from Megatron's size flags, without a Hugging Face folder."""
+
+    flag = "--load"
+    assets_dir = None
+
+    def __init__(self, **changes: Any) -> None:
+        self.args = Namespace(**{**vars(default_arguments()), **SIZE_FLAGS, **changes})
+
+    def error(self, text: str) -> MkdCheckpointError:
+        return MkdCheckpointError(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "architecture"),
+    [
+        ({}, "LlamaForCausalLM"),
+        ({"swiglu": False, "squared_relu": True}, "ArceeForCausalLM"),
+        ({"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0}, "LlamaForCausalLM"),
+        ({"num_experts": 4, "moe_ffn_hidden_size": 24, "qk_layernorm": True}, "Qwen3MoeForCausalLM"),
+    ],
+    ids=["plain", "squared relu", "yarn", "experts"],
+)
+def test_students_from_size_flags_have_an_architecture(changes: dict[str, Any], architecture: str) -> None:
+    family, config, _ = architecture_of(RandomStudent(**changes))
+    assert config["architectures"] == [architecture] == list(family.architectures[:1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"glu_linear_offset": 1.0}, "--glu-linear-offset"),
+        ({"activation_func_clamp_value": 7.0}, "--activation-func-clamp-value"),
+        ({"num_experts": 4, "moe_ffn_hidden_size": 24}, "--ffn-hidden-size 24, the Megatron"),
+    ],
+)
+def test_students_that_no_folder_describes(changes: dict[str, Any], flag: str) -> None:
+    with pytest.raises(MkdCheckpointError, match=f"no known Hugging Face architecture fits this checkpoint: .*{flag}"):
+        architecture_of(RandomStudent(**changes))
 
 
 OTHER_MODELS = NEAR_MODELS | HYBRID_MODELS | MIXER_MODELS

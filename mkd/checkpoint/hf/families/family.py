@@ -146,6 +146,10 @@ DENSE: dict[str, Any] = {
     "normalization": "RMSNorm",
     "layernorm_zero_centered_gamma": False,
     "swiglu": True,
+    "quick_geglu": False,
+    "squared_relu": False,
+    "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
     "add_bias_linear": False,
     "add_qkv_bias": False,
     "qk_layernorm": False,
@@ -187,6 +191,8 @@ MIXTURE: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": None,
     "moe_latent_size": None,
     "moe_apply_probs_on_input": False,
+    "moe_mlp_glu_interleave_size": None,
+    "moe_shared_expert_glu_interleave_size": None,
 }
 DENSE_LAYER = (MLP_NORM, *MLP)
 ATTENTION = (QKV_WEIGHT, ATTENTION_OUT)

@@ -178,7 +178,7 @@ GPT_OSS = Family(
     table=decoder(SINK_ATTENTION, BIASED_MIXTURE),
     fixed=but(
         MIXTURE,
-        *("window_size", "window_attn_skip_freq"),
+        *("window_size", "window_attn_skip_freq", "activation_func_clamp_value"),
         add_bias_linear=True,
         add_qkv_bias=True,
         swiglu=False,
