@@ -329,7 +329,12 @@ def _of_rows(stored: Mapping[str, Any], args: Namespace, kd: KDConfig) -> list[s
     return [name for name, value in now.items() if name in stored and stored[name] != value]
 
 
-_TRAINING = ("clip_grad", "attention_dropout", "hidden_dropout")
+_TRAINING = (
+    *("clip_grad", "attention_dropout", "hidden_dropout", "eod_mask_loss", "reset_position_ids"),
+    *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type", "moe_input_jitter_eps"),
+)
+"""Arguments of Megatron that change what is learned, and not the model."""
+
 _NOT_THE_OBJECTIVE = {
     "teacher_hf",
     "teacher_load",
