@@ -49,6 +49,11 @@ class MkdPackageError(MkdConfigError):
     """A flag that needs a package which is not installed in this Python."""
 
 
+class MkdNodeError(MkdConfigError):
+    """A path or port of a flag that this node cannot use as it must: another node may, where a file system is mounted
+    or writable."""
+
+
 class MkdDataError(MkdError):
     """Training or validation data that is missing, empty or does not fit the model."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from mkd.cli.launched import end_with_launcher
 from mkd.cli.torchrun_report import report_to_torchrun
 from mkd.config.run_file import check_kd_names
-from mkd.errors import MkdConfigError, MkdError, MkdTeacherTimeout
+from mkd.errors import MkdConfigError, MkdError, MkdNodeError, MkdTeacherTimeout
 from mkd.utils.collector import uncollected
 from mkd.utils.logging import FILE_ONLY, logger
 
@@ -68,7 +68,7 @@ def exit_status_of_rank(
         # All ranks fail alike: rank 0 reports first, and torchrun ends the others while they wait.
         if os.environ.get("RANK", "0") != "0":
             time.sleep(3)
-        _print_error(str(error), isinstance(error, MkdConfigError) and not _lacks_gpu())
+        _print_error(str(error), _is_of_configuration(error))
         logger.error(traceback.format_exc() if isinstance(error, OSError) else str(error), extra=FILE_ONLY)
         return error.status if isinstance(error, MkdTeacherTimeout) else 1
     except (MemoryError, RuntimeError) as error:
@@ -96,6 +96,11 @@ def _print_error(message: str, is_configuration: bool = False) -> None:
     line = f"{Path(sys.argv[0]).name}: error: {message}"
     print(line, file=sys.stderr, flush=True)
     report_to_torchrun(line, is_configuration)
+
+
+def _is_of_configuration(error: BaseException) -> bool:
+    """True if the flags or the environment are wrong on every node."""
+    return isinstance(error, MkdConfigError) and not isinstance(error, MkdNodeError) and not _lacks_gpu()
 
 
 def _lacks_gpu() -> bool:

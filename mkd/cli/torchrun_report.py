@@ -26,7 +26,8 @@ def report_to_torchrun(message: str, is_configuration: bool = False) -> None:
 
     Args:
         message: the error.
-        is_configuration: the flags or the environment are wrong: another attempt would end in the same way.
+        is_configuration: the flags or the environment are wrong on every node: another attempt would end in the same
+            way.
     """
     path = os.environ.get(ERROR_FILE)
     if not path:

@@ -43,7 +43,7 @@ from mkd.config.megatron_checks import (
 )
 from mkd.config.run_state import RunState
 from mkd.cpu.flags import set_cpu_values
-from mkd.errors import MkdCheckpointError, MkdConfigError
+from mkd.errors import MkdCheckpointError, MkdConfigError, MkdNodeError
 from mkd.utils.json_files import require_regular_files
 from mkd.utils.logging import logger
 from mkd.utils.pretrained import code_needed, remote_code_refused
@@ -190,7 +190,9 @@ def _set_globals(line: CommandLine) -> None:
     except Exception as error:  # whatever the tokenizer's own library raises
         reason = code_needed(str(args.tokenizer_model), ("AutoTokenizer", "AutoConfig"), error)
         reason = reason or f"cannot be loaded as {args.tokenizer_type}: {' '.join(str(error).split())}"
-        raise MkdConfigError(f"{tokenizer_flag(args)} {args.tokenizer_model} {reason}") from error
+        is_here = args.tokenizer_model is None or Path(args.tokenizer_model).exists()
+        kind = MkdConfigError if is_here else MkdNodeError
+        raise kind(f"{tokenizer_flag(args)} {args.tokenizer_model} {reason}") from error
     line.is_complete = True
 
 

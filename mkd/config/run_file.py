@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from mkd.config.kd_fields import kd_flags
-from mkd.errors import MkdConfigError
+from mkd.errors import MkdConfigError, MkdNodeError
 
 FLAG = "--kd-config"
 KD = "--kd-"
@@ -306,7 +306,8 @@ def _text(file: str) -> str:
             content = opened.read(MOST_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise MkdConfigError(f"{where} cannot be read ({reason}); give a YAML file of flags") from None
+        kind = MkdNodeError if isinstance(error, OSError) else MkdConfigError
+        raise kind(f"{where} cannot be read ({reason}); give a YAML file of flags") from None
     if len(content) > MOST_BYTES:
         raise MkdConfigError(f"{where} has more than {MOST_BYTES} bytes; give a YAML file of flags")
     try:

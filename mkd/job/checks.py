@@ -25,7 +25,7 @@ from mkd.config.lora import LoraOptions, check_latent_adapters, check_lora_argum
 from mkd.config.megatron_args import ARGUMENT_CHECKS, CommandLine, adopt_architecture
 from mkd.config.sample_prompts import check_on_policy, check_sampling, check_tasks
 from mkd.data.sources.stores import is_chat_file
-from mkd.errors import MkdConfigError
+from mkd.errors import MkdConfigError, MkdNodeError
 from mkd.job.checkpoints import (
     adopt_from_checkpoint,
     check_checkpoint,
@@ -275,7 +275,7 @@ def check_writable(flag: str, folder: str | None) -> None:
     path = Path(folder).absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise MkdConfigError(f"{flag}: folder {folder} cannot be written: {existing} is not a folder, or is read-only")
+        raise MkdNodeError(f"{flag}: folder {folder} cannot be written: {existing} is not a folder, or is read-only")
 
 
 def _check_metrics_file(draft: JobDraft) -> None:

@@ -14,7 +14,7 @@ from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_checks import length_multiple
 from mkd.config.run_state import RunState
 from mkd.distributed.groups import Groups
-from mkd.errors import MkdConfigError
+from mkd.errors import MkdConfigError, MkdNodeError
 from mkd.job.data import hash_of_tokenizer
 from mkd.job.teacher import ModelTeacherSpec, teacher_source
 from mkd.job.teacher_check import check_weights
@@ -140,7 +140,7 @@ class ServiceJob:
         """Load the teacher, and answer requests until `is_stopping()`. Collective over all ranks.
 
         Raises:
-            MkdConfigError: the address cannot be used.
+            MkdNodeError: the address cannot be used.
             MkdCheckpointError: the teacher has weights that are not finite.
         """
         groups = Groups.from_megatron()
@@ -174,7 +174,7 @@ class ServiceJob:
         try:
             return TeacherServer(self.facts, self.address, self.secret, self.options.batch_tokens)
         except zmq.ZMQError as error:
-            raise MkdConfigError(f"{ADDRESS_FLAG} {self.address} cannot be used: {error}") from error
+            raise MkdNodeError(f"{ADDRESS_FLAG} {self.address} cannot be used: {error}") from error
 
     def _monitor(self, server: TeacherServer) -> Monitor | None:
         host, port = self.options.metrics_host, self.options.metrics_port
@@ -183,7 +183,7 @@ class ServiceJob:
         try:
             monitor = Monitor(host, port, server.status)
         except OSError as error:
-            raise MkdConfigError(f"--metrics-port {port} of {host} cannot be used: {error.strerror}") from error
+            raise MkdNodeError(f"--metrics-port {port} of {host} cannot be used: {error.strerror}") from error
         logger.info(f"health and metrics at {monitor.url}/health and {monitor.url}/metrics", extra=EVERY_RANK)
         return monitor
 

@@ -18,7 +18,7 @@ from megatron.training import global_vars
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
 from mkd.config.kd_config import KDConfig
-from mkd.errors import MkdConfigError
+from mkd.errors import MkdConfigError, MkdNodeError
 from mkd.report.samples import Sample, samples_as_markdown
 from mkd.utils.atomic_files import replacing
 from mkd.utils.json_files import read_json
@@ -219,7 +219,7 @@ def _start_tensorboard(args: Namespace) -> None:
     try:
         global_vars._set_tensorboard_writer(args)
     except OSError as error:
-        raise MkdConfigError(
+        raise MkdNodeError(
             f"--tensorboard-dir {args.tensorboard_dir} cannot be written ({error}): free space, or give another folder"
         ) from error
     if (writer := get_tensorboard_writer()) is not None:

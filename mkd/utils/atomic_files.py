@@ -24,7 +24,7 @@ from socket import gethostname
 from typing import BinaryIO, TextIO
 from uuid import uuid4
 
-from mkd.errors import MkdConfigError
+from mkd.errors import MkdConfigError, MkdNodeError
 
 PARTIAL = ".partial"
 """End of the temporary names."""
@@ -62,6 +62,7 @@ def regular_target(path: Path, flag: str = "") -> Path:
 
     Raises:
         MkdConfigError: it is a folder, a device, a pipe, a socket, or a link that leads in a circle.
+        MkdNodeError: this node cannot look at it.
     """
     target = Path(os.path.realpath(path))
     try:
@@ -69,7 +70,7 @@ def regular_target(path: Path, flag: str = "") -> Path:
     except (FileNotFoundError, NotADirectoryError):
         return target
     except OSError as error:
-        raise MkdConfigError(f"{flag} {path}: {error.strerror}; give the path of a file".strip()) from error
+        raise MkdNodeError(f"{flag} {path}: {error.strerror}; give the path of a file".strip()) from error
     if not stat.S_ISREG(mode):
         kind = next(name for is_kind, name in _KINDS.items() if is_kind(mode))
         where = path if target == path.absolute() else f"{path} leads to {target}, which"

@@ -14,7 +14,7 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 from megatron.training.global_vars import destroy_global_vars
 
 from mkd.config import flags
-from mkd.errors import MkdCheckpointError, MkdConfigError, MkdDataError, MkdError
+from mkd.errors import MkdCheckpointError, MkdConfigError, MkdDataError, MkdError, MkdNodeError
 from mkd.job.job import Job
 from mkd.job.plan import plan
 from tests.support.e2e import small_job
@@ -219,10 +219,8 @@ SETTINGS = [
     ({"--fp16": True, "--bf16": True}, ["args.bf16"]),
     ({"--fp8-format": "hybrid"}, ["--fp8-format is hybrid"]),
     ({"--split": "1,2,3,4"}, ["--split 1,2,3,4"]),
-    ({"--save": "{root}/file", "--save-interval": 1}, ["--save", "/file cannot be written"]),
     ({"--kd-metrics-file": "{root}/pipe"}, ["--kd-metrics-file", "/pipe is a named pipe", "path of a file"]),
     ({"--kd-metrics-file": "{root}/link"}, ["--kd-metrics-file", "/link leads to", "/nothing, which is a folder"]),
-    ({"--kd-metrics-file": "{root}/file/metrics.jsonl"}, ["--kd-metrics-file", "/file cannot be written"]),
 ]
 
 
@@ -231,6 +229,19 @@ SETTINGS = [
 )
 def test_wrong_setting(attempt, changes, words):
     refused(attempt, MkdConfigError, changes, words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"--save": "{root}/file", "--save-interval": 1}, ["--save", "/file cannot be written"]),
+        ({"--kd-metrics-file": "{root}/file/metrics.jsonl"}, ["--kd-metrics-file", "/file cannot be written"]),
+        ({"--tokenizer-model": "{root}/absent"}, ["--tokenizer-model", "/absent cannot be loaded"]),
+    ],
+)
+def test_path_that_this_node_cannot_use(attempt, changes, words):
+    """Another node may: SLURM's next attempt is made there."""
+    refused(attempt, MkdNodeError, changes, words)
 
 
 @pytest.mark.parametrize("flag", flags.UNSUPPORTED)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mkd.checkpoint.safetensors_files import read_tensors
-from mkd.errors import MkdCheckpointError, MkdConfigError, MkdNumericError, MkdTeacherError
+from mkd.errors import MkdCheckpointError, MkdNodeError, MkdNumericError, MkdTeacherError
 from mkd.teacher.inference.http import ServerLost
 
 FLAG = "--kd-teacher-states-dir"
@@ -54,14 +54,14 @@ class StatesFolder:
         """Refuse a folder in which files cannot be read and removed.
 
         Raises:
-            MkdConfigError: it is missing, or not writable.
+            MkdNodeError: it is missing, or not writable.
         """
         if not self.folder.is_dir():
-            raise MkdConfigError(
+            raise MkdNodeError(
                 f"{FLAG} {self.folder} is not a folder: create it, and start vLLM with it as shared_storage_path"
             )
         if not os.access(self.folder, os.R_OK | os.W_OK | os.X_OK):
-            raise MkdConfigError(
+            raise MkdNodeError(
                 f"{FLAG} {self.folder} cannot be read and written by this user: files of hidden states are removed "
                 "there when they have been read"
             )

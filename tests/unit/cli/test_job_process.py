@@ -13,7 +13,7 @@ from mkd import cpu
 from mkd.cli import train_job
 from mkd.cli.job_process import exit_status_of_rank
 from mkd.cli.torchrun_report import ERROR_FILE, report_to_torchrun
-from mkd.errors import MkdConfigError, exit_status
+from mkd.errors import MkdCheckpointError, MkdConfigError, MkdDataError, MkdError, MkdNodeError, exit_status
 from mkd.job.job import Job
 from mkd.utils.logging import close_file
 
@@ -47,6 +47,21 @@ def test_an_error_on_a_node_whose_gpu_is_missing_may_pass(
     assert cpu.is_active()
     assert exit_status_of_rank(refuse) == 1
     assert json.loads((tmp_path / "error.json").read_text())["is_configuration"] == is_configuration
+
+
+@pytest.mark.parametrize("error", [MkdNodeError, MkdCheckpointError, MkdDataError])
+def test_an_error_of_files_may_pass_on_another_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[MkdError]
+) -> None:
+    """A file system may be missing on one node, or read-only."""
+
+    def refuse() -> None:
+        raise error("--kd-teacher-hf T is not a folder")
+
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
+    monkeypatch.setenv("MKD_DEVICE", "cpu")
+    assert exit_status_of_rank(refuse) == 1
+    assert not json.loads((tmp_path / "error.json").read_text())["is_configuration"]
 
 
 def refused(*flags: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from mkd.config.run_file import (
     without_files,
     words_of,
 )
-from mkd.errors import MkdConfigError
+from mkd.errors import MkdConfigError, MkdNodeError
 
 
 @pytest.fixture
@@ -135,8 +135,9 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     cases = {"pipe": "is not a regular file", "absent": "No such file", ".": "Is a directory", "a\0b": "cannot be read"}
     for name, message in cases.items():
-        with pytest.raises(MkdConfigError, match=message):
+        with pytest.raises(MkdConfigError, match=message) as caught:
             read_file(f"{tmp_path}/{name}" if name != "." else str(tmp_path))
+        assert (caught.type is MkdNodeError) == (name in ("absent", "."))
 
 
 def test_later_files_and_the_command_line_win(write) -> None:

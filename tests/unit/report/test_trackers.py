@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mkd.config import megatron_checks as flag_checks
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_checks import check_trackers
-from mkd.errors import MkdConfigError
+from mkd.errors import MkdConfigError, MkdNodeError
 from mkd.report import trackers
 from mkd.report.samples import Sample
 
@@ -204,7 +204,7 @@ def test_tensorboard_that_cannot_start(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "file").touch()
     monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", None)
     given = arguments(tensorboard_dir=str(tmp_path / "file" / "T"), tensorboard_queue_size=1, rank=0, world_size=1)
-    with pytest.raises(MkdConfigError, match=r"--tensorboard-dir .*file/T cannot be written"):
+    with pytest.raises(MkdNodeError, match=r"--tensorboard-dir .*file/T cannot be written"):
         trackers.start_trackers(given, kd())
 
 

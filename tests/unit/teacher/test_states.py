@@ -21,7 +21,13 @@ from transformers import (
 
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.safetensors_files import write_tensors
-from mkd.errors import MkdCheckpointError, MkdConfigError, MkdNumericError, MkdTeacherError, MkdTeacherTimeout
+from mkd.errors import (
+    MkdCheckpointError,
+    MkdNodeError,
+    MkdNumericError,
+    MkdTeacherError,
+    MkdTeacherTimeout,
+)
 from mkd.teacher.inference.apis import APIS
 from mkd.teacher.inference.http import HttpServer, ServerAddress, ServerLost
 from mkd.teacher.inference.known_text import KnownText
@@ -282,7 +288,7 @@ def test_the_folder_of_another_model(server: StandIn, families: dict[str, tuple[
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(MkdConfigError, match=r"--kd-teacher-states-dir .*/none is not a folder: create it"):
+    with pytest.raises(MkdNodeError, match=r"--kd-teacher-states-dir .*/none is not a folder: create it"):
         StatesFolder(tmp_path / "none", 1.0).check()
 
 
