@@ -20,10 +20,12 @@ from torch import Tensor, nn
 
 from mkd.cli.job_process import exit_status_of_rank, prepare
 from mkd.errors import MkdConfigError, is_correctable
+from mkd.report.start_times import StartTimes
 
 
 def run() -> None:
     """Parse the command line, build the job's parts, train."""
+    start = StartTimes()
     prepare(sys.argv[1:])
     # These import megatron, which `prepare` prepares.
     from mkd.distributed.groups import Groups
@@ -39,7 +41,7 @@ def run() -> None:
     if find_spec("modelopt") is None:
         raise MkdConfigError("package modelopt is missing: pip install nvidia-modelopt")
     print_plan(job)
-    parts = build(job)
+    parts = build(job, start)
     teacher = job.teacher.build(Groups.from_megatron()).model
     job.student_config.pre_wrap_hooks.append(partial(_convert, teacher))
     _replace_loss()

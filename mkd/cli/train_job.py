@@ -7,11 +7,13 @@ from mkd.cli.job_process import exit_status_of_rank, prepare
 from mkd.config.run_file import given_words, last_value, without_files
 from mkd.distributed.rank_env import check_rendezvous
 from mkd.errors import is_correctable
+from mkd.report.start_times import StartTimes
 from mkd.utils.logging import FILE, close_file, log_to_existing_file, log_to_file
 
 
 def run_job() -> None:
     """Parse and check the command line, build the job's parts, train."""
+    start = StartTimes()
     _log_early_errors(without_files(sys.argv[1:]))
     prepare(sys.argv[1:])
     _log_early_errors(given_words(sys.argv[1:]))
@@ -21,6 +23,7 @@ def run_job() -> None:
     from mkd.job.memory_table import check_host_memory
     from mkd.job.plan import dry_run, print_plan
 
+    start.ended("imports")
     job = Job.from_command_line()
     if job.args.save is not None and not job.kd.dry_run:
         log_to_file(Path(job.args.save) / FILE)
@@ -30,7 +33,8 @@ def run_job() -> None:
         return
     check_host_memory(job)
     check_rendezvous()
-    train(job, build(job))
+    start.ended("checks")
+    train(job, build(job, start))
 
 
 def _log_early_errors(words: list[str]) -> None:

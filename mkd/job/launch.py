@@ -24,6 +24,7 @@ from mkd.job.samples import SampleWriter, TaskEvaluation
 from mkd.job.teacher_check import check_teacher_quality
 from mkd.job.training_loop import Hooks
 from mkd.report.metrics import MetricsLog
+from mkd.report.start_times import StartTimes
 from mkd.teacher.interface import Teacher
 from mkd.train.schedule import TeacherThenStudent
 from mkd.train.step import ForwardStep
@@ -38,6 +39,7 @@ class TrainingParts:
     step: ForwardStep
     schedule: TeacherThenStudent
     metrics: MetricsLog
+    start: StartTimes
     samples: SampleWriter | None = None
     """None without --kd-sample-prompts."""
     tasks: TaskEvaluation | None = None
@@ -46,21 +48,24 @@ class TrainingParts:
     """None on other ranks than 0, and without --save."""
 
 
-def build(job: Job) -> TrainingParts:
-    """Initialize megatron, read the data, and load the teacher. Collective over all ranks.
+def build(job: Job, start: StartTimes) -> TrainingParts:
+    """Initialize megatron, read the data, and load the teacher, each a part of `start`. Collective over all ranks.
 
     Raises:
         MkdError: a checkpoint, the data or the teacher cannot be used.
     """
     initialize_megatron()
+    start.ended("process groups")
     set_iterations(job.args, job.kd, job.data, job.resume_point)
     metrics = job.metrics()
     resolve_checkpoint(job.args, job.kd, job.state, job.resume_point, job.teacher.source)
     groups = Groups.from_megatron()
     datasets = job.data.sets()
+    start.ended("data")
     teacher = job.build_teacher(groups)
+    start.ended("teacher")
     try:
-        return _parts(job, groups, datasets, teacher, metrics)
+        return _parts(job, groups, datasets, teacher, metrics, start)
     except BaseException:
         if teacher is not None:
             teacher.close()
@@ -68,12 +73,18 @@ def build(job: Job) -> TrainingParts:
 
 
 def _parts(
-    job: Job, groups: Groups, datasets: list[Any], teacher: Teacher | None, metrics: MetricsLog
+    job: Job,
+    groups: Groups,
+    datasets: list[Any],
+    teacher: Teacher | None,
+    metrics: MetricsLog,
+    start: StartTimes,
 ) -> TrainingParts:
     """Check the teacher and build the parts around it; see `build`."""
     step = job.forward_step(groups)
     if teacher is not None:
         check_teacher_quality(teacher, datasets[1] or datasets[0], groups, job, step)
+    start.ended("check of the teacher")
     written = record(job)
     teachers = dict(cross=job.cross, source=job.teacher.source)
     on_policy = on_policy_of(
@@ -95,7 +106,7 @@ def _parts(
     )
     samples = SampleWriter.of(job.args, job.kd, job.true_vocab)
     tasks = TaskEvaluation.of(job.args, job.kd, job.true_vocab)
-    return TrainingParts(datasets, step, schedule, metrics, samples, tasks, written)
+    return TrainingParts(datasets, step, schedule, metrics, start, samples, tasks, written)
 
 
 def train(job: Job, parts: TrainingParts) -> None:
@@ -109,7 +120,17 @@ def train(job: Job, parts: TrainingParts) -> None:
     then = "the job ends, without saving because there is no --save," if args.save is None else "the job saves and ends"
     stop = StopSignals(args.exit_signal, then=then).listen()
     parts.schedule.is_stopping = lambda: stop.received is not None
-    hooks = Hooks(job, parts.schedule, parts.metrics, parts.step.finite, parts.samples, parts.tasks, best, parts.record)
+    hooks = Hooks(
+        job,
+        parts.schedule,
+        parts.metrics,
+        parts.step.finite,
+        parts.samples,
+        parts.tasks,
+        best,
+        parts.record,
+        parts.start,
+    )
     install(
         training=hooks,
         checkpoints=saving,

@@ -18,6 +18,7 @@ from mkd.report.calibration import calibration_table
 from mkd.report.metrics import IterationMetrics, MetricsLog
 from mkd.report.peak_memory import PeakMemory
 from mkd.report.samples import Sample
+from mkd.report.start_times import StartTimes
 from mkd.rollout.offload import StateOffload
 from mkd.train import balance
 from mkd.train.evaluation import CALIBRATION
@@ -39,9 +40,11 @@ class Hooks:
         tasks: TaskEvaluation | None = None,
         best: BestCheckpoint | None = None,
         record: RunRecord | None = None,
+        start: StartTimes | None = None,
     ) -> None:
         self._job, self._schedule, self._log, self._finite = job, schedule, log, finite
         self._samples, self._tasks, self._best, self._record = samples, tasks, best, record
+        self._start = start or StartTimes()
         self._calibration: Tensor | None = None
         self._text: Tensor | None = None
         self._iteration: int | None = None
@@ -62,6 +65,7 @@ class Hooks:
         if iteration >= args.train_iters:
             logger.info(f"already at iteration {iteration} of {args.train_iters}: no steps are left")
         self._log.start(iteration)
+        self._start.ended("student")
 
     def after_training(self) -> None:
         check_skipped(self._steps, self._skipped, self._loss_scale)
@@ -105,6 +109,7 @@ class Hooks:
         self._log.evaluation(split, iteration, {**losses, **answered} if losses else {}, calibration)
         if samples is not None:
             self._log.samples(iteration, samples)
+        self._start.ended("evaluation")
 
     def _write(self, model: list[Any]) -> tuple[dict[str, float], list[Sample] | None]:
         """The measurements of answers to tasks, and the samples; None without --kd-sample-prompts."""
@@ -146,6 +151,9 @@ class Hooks:
             used = torch.tensor(self._memory.measure() / 2**30, device="cuda")
             dist.all_reduce(used, op=dist.ReduceOp.MAX)
             peak = used.item()
+        if self._steps == 1:
+            self._start.ended("first step")
+            logger.info(f"start      {self._start}")
         if not self._log.writes:
             return  # other ranks do not synchronize with the device
         self._log.iteration(

@@ -7,6 +7,7 @@ import pytest
 
 from mkd.errors import MkdCheckpointError
 from mkd.job import launch
+from mkd.report.start_times import StartTimes
 from mkd.teacher.ensemble import TeacherEnsemble
 
 
@@ -41,7 +42,7 @@ def test_a_teacher_that_is_refused_is_closed(monkeypatch: pytest.MonkeyPatch) ->
         forward_step=lambda groups: None,
     )
     with pytest.raises(MkdCheckpointError, match="not finite"):
-        launch.build(job)
+        launch.build(job, StartTimes())
     assert teacher.closed == 1
 
 
@@ -55,7 +56,7 @@ def test_all_teachers_of_a_training_are_closed(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(launch, "pretrain", end)
     teachers = [Closable(), Closable()]
     schedule = SimpleNamespace(teacher=TeacherEnsemble(tuple(teachers), weights=(0.5, 0.5)))
-    parts = launch.TrainingParts([], SimpleNamespace(finite=None), schedule, None)
+    parts = launch.TrainingParts([], SimpleNamespace(finite=None), schedule, None, StartTimes())
     args = SimpleNamespace(exit_signal=None, save=None, override_opt_param_scheduler=False)
     job = SimpleNamespace(args=args, kd=None, state=None, student_config=None)
     if end is fail:
