@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from mkd.config.run_state import RunState
 from mkd.config.schedules import Schedule
@@ -220,7 +222,7 @@ def test_texts_that_are_written_elsewhere(monkeypatch: pytest.MonkeyPatch) -> No
 def test_stop_strings() -> None:
     """A string may be in the middle of a token, or be made of several."""
     words = {0: "a", 1: "b", 2: "end!", 3: "e", 4: "nd"}
-    tokenizer: Any = SimpleNamespace(decode=lambda tokens: "".join(words[token] for token in tokens))
+    tokenizer: Any = SimpleNamespace(decode=lambda tokens, **_: "".join(map(words.get, tokens)), is_fast=False)
     decoding = Decoding(9, frozenset({1}), 5, 1, 9, stops=StopStrings(("end",), tokenizer))
     ends = {(): False, (0,): False, (0, 1): True, (0, 2): True, (3, 4): True, (3, 0, 4): False}
     assert {new: decoding.ends(new) for new in ends} == ends
@@ -236,6 +238,20 @@ def test_a_stop_string_is_found_behind_any_character(kind: str) -> None:
         tokens = tokenizer(3 * before + stop, add_special_tokens=False)["input_ids"]
         assert StopStrings((stop,), tokenizer).end(tokens), (before, stop)
         assert before == stop or not StopStrings((stop,), tokenizer).end(tokens[:-1]), (before, stop)
+
+
+def test_a_stop_string_is_found_in_parts_of_words_and_beside_spaces() -> None:
+    """WordPiece marks parts of words with ##, which is no text; transformers may drop spaces before punctuation."""
+    backend = Tokenizer(models.WordPiece({"a": 0, "##b": 1, "#": 2, ".": 3, "[UNK]": 4}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True)
+    assert tokenizer.decode([1, 0, 3]) == "##b a."
+    cases = {(0, 1, 1): "abb", (0, *[1] * 9): "bbb", (0, 3): "a .", (*[1] * 9, 2): "b #", (1, 2): "b #"}
+    for tokens, text in cases.items():
+        found = {string: StopStrings((string,), tokenizer).end(tokens) for string in ("##", "##b", text)}
+        assert found == {"##": False, "##b": False, text: True}, tokens
+        count = 4 if text == "bbb" else len(tokens)
+        assert StopStrings(("##", text), tokenizer).first_end((), tokens) == count
 
 
 @pytest.mark.parametrize("kind", ["byte_bpe", "unigram", "metaspace_bpe"])

@@ -162,7 +162,9 @@ def test_answers_that_are_requested_again(server: StandIn, fault: str) -> None:
 class Spelled:
     """A tokenizer whose tokens are letters."""
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    is_fast = False
+
+    def decode(self, tokens: Sequence[int], **options: Any) -> str:
         return "".join(chr(97 + token) for token in tokens)
 
 
