@@ -18,7 +18,6 @@ A job that fails is listed with the reason and does not stop the others.
 """
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -44,10 +43,22 @@ if not mkd.cpu.is_active():
     mkd.cpu.activate(stands_in=not mkd.cpu.wanted())
 
 import torch
-from bench_common import REASON_LENGTH, Row, commit_of_checkout, installed_versions, markdown, number
+from bench_common import Row, commit_of_checkout, installed_versions, markdown, number
 
-from benchmarks.bench_train import B1, B8, OVERLAP, card_name, last_error
 from benchmarks.inputs import llama, make_random, write_tokens
+from benchmarks.trainings import (
+    B1,
+    B8,
+    OVERLAP,
+    add_training_options,
+    card_name,
+    check_training_options,
+    last_error,
+    lines_of_steps,
+    short_reason,
+    training_flags,
+    write_rows,
+)
 from mkd.cli.launch import flags_of, jobs
 from mkd.cli.node_jobs import NodeJob, free_ports
 from mkd.compat.startup import use_prebuilt_dataset_helpers
@@ -136,25 +147,10 @@ SMALL = Sizes(
 
 def flags_of_training(sizes: Sizes, folder: Path, steps: int, ranks: int) -> list[str]:
     """Flags of the student and its data, without those of a teacher."""
-    words = {
-        "--kd-student-hf": folder / "student",
-        "--kd-ratio": 0.5,
-        "--data-path": folder / "text",
-        "--data-cache-path": folder / "cache",
-        "--tokenizer-type": "NullTokenizer",
-        "--split": "100,0,0",
-        "--eval-iters": 0,
-        "--eval-interval": steps,
-        "--seq-length": sizes.seq_length,
-        "--micro-batch-size": sizes.micro_batch,
-        "--global-batch-size": sizes.rows,
-        "--train-iters": steps,
-        "--lr": 1e-5,
-        "--log-interval": 1,
-        "--kd-metrics-file": folder / "metrics.jsonl",
-    }
-    flat = [str(word) for pair in words.items() for word in pair]
-    return [*flat, *([] if mkd.cpu.is_target() else ["--bf16"]), *(OVERLAP if ranks > 1 else ())]
+    own = ("--kd-student-hf", str(folder / "student"), "--kd-ratio", "0.5")
+    common = training_flags(folder, folder / "text", steps, sizes.rows, sizes.micro_batch, sizes.seq_length)
+    metrics = ("--kd-metrics-file", str(folder / "metrics.jsonl"))
+    return [*own, *common, *metrics, *(OVERLAP if ranks > 1 else ())]
 
 
 def prepare(sizes: Sizes, folder: Path, steps: int) -> None:
@@ -240,8 +236,7 @@ def train(job: NodeJob, folder: Path, limit_s: float) -> list[dict[str, Any]]:
     metrics = folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     wait_for(job, folder / "training.log", limit_s)
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return [line for line in lines if "loss" in line][WARMUP:]
+    return lines_of_steps(metrics)[WARMUP:]
 
 
 def at_hand(lines: Sequence[dict[str, Any]]) -> float:
@@ -444,13 +439,12 @@ class Benchmark:
         try:
             figures = work()
         except (RuntimeError, OSError, MkdError, subprocess.TimeoutExpired, TimeoutError) as error:
-            figures = {key: " ".join(str(error).split())[:REASON_LENGTH].replace("|", "/") or type(error).__name__}
+            figures = {key: short_reason(error)}
         log(f"  {figures}")
         for row in rows:
             row |= figures
             add_ratios(row)
-        if self._args.json is not None:
-            self._args.json.write_text(json.dumps({**self.head, "rows": self.rows}, indent=1) + "\n")
+        write_rows(self._args.json, self.head, self.rows)
 
 
 def add_ratios(row: Row) -> None:
@@ -485,23 +479,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("teacher", "student"):
         parser.add_argument(f"--{name}-gpus", type=int, default=1, metavar="N", help=f"GPUs of the {name} (default: 1)")
-    parser.add_argument("--steps", type=int, default=12, metavar="N", help=f"steps per training, above {WARMUP}")
-    listed = dict(type=lambda text: text.split(";"), metavar="A;B")
-    parser.add_argument("--rows-of", help="teachers by name, separated by semicolons", **listed)
+    add_training_options(parser, steps=12, warmup=WARMUP)
     parser.add_argument(
         "--parts", choices=("services", "sharing", "both"), default="both", help="what to measure (default: both)"
     )
-    parser.add_argument("--limit", type=float, default=600.0, metavar="S", help="seconds per job (default: 600)")
-    parser.add_argument("--folder", type=Path, help="for models and data, kept (default: temporary)")
-    parser.add_argument("--small", action="store_true", help="small models on two CPU processes, a smoke test")
-    parser.add_argument("--commit", metavar="TEXT", help="the measured commit, if this is not a git checkout")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here, after each measurement")
     args = parser.parse_args(argv)
-    if args.steps <= WARMUP:
-        parser.error(f"--steps is {args.steps}; the first {WARMUP} are not counted")
     known = [one.name for one in (SMALL if args.small else FULL).teachers]
-    if unknown := [name for name in args.rows_of or [] if name not in known]:
-        parser.error(f"--rows-of {unknown[0]!r}: the teachers are {'; '.join(known)}")
+    check_training_options(parser, args, WARMUP, "teachers", known)
     return args
 
 

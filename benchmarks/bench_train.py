@@ -15,7 +15,6 @@ A training that fails is listed with the reason and does not stop the others. Th
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -38,9 +37,23 @@ if not mkd.cpu.is_active():
     # This process only computes estimates and must not allocate memory on the cards.
     mkd.cpu.activate(not mkd.cpu.wanted(), lowest_capability(cards()))
 
-from bench_common import REASON_LENGTH, Row, commit_of_checkout, installed_versions, markdown, number
+from bench_common import Row, commit_of_checkout, installed_versions, markdown, number
 
 from benchmarks.inputs import llama, make_random, write_tokens
+from benchmarks.trainings import (
+    B1,
+    B8,
+    B70,
+    OVERLAP,
+    add_training_options,
+    card_name,
+    check_training_options,
+    last_error,
+    lines_of_steps,
+    short_reason,
+    training_flags,
+    write_rows,
+)
 from mkd.compat.startup import use_prebuilt_dataset_helpers
 from mkd.job.doctor.findings import Findings
 from mkd.job.doctor.run import Launch, examine
@@ -91,9 +104,6 @@ def qwen3_experts(layers: int, width: int, experts: int, expert_ffn: int, vocab:
 
 
 LONG = {"max_position_embeddings": 131072}
-B70 = llama(80, 8192, 28672, 64, 8, 128256, False)
-B8 = llama(32, 4096, 14336, 32, 8, 128256, False)
-B1 = llama(16, 2048, 8192, 32, 8, 128256, True)
 PAIRS = {
     "8B to 1B": Pair(B8, B1),
     "8B to 1B, long": Pair(B8 | LONG, B1 | LONG),
@@ -102,7 +112,7 @@ PAIRS = {
     "8 to 4 layers of 30B-A3B": Pair(*(qwen3_experts(n, 2048, 128, 768, 128256) for n in (8, 4))),
     "8B to 8 layers of 30B-A3B": Pair(B8, qwen3_experts(8, 2048, 128, 768, 128256)),
 }
-"""Shapes of Llama-3.1, Llama-3.2 and Qwen3, all with the vocabulary of Llama 3."""
+"""Shapes of Llama and Qwen3, all with the vocabulary of Llama 3."""
 SMALL_PAIRS = {
     "small": Pair(llama(4, 64, 96, 8, 4, 512, False), llama(4, 32, 64, 4, 4, 512, True)),
     "small, experts": Pair(qwen3_experts(2, 64, 4, 32, 512), qwen3_experts(2, 32, 4, 16, 512)),
@@ -143,7 +153,6 @@ def teacher_parallel(size: int, kind: str = "tensor") -> tuple[str, ...]:
     return (f"--kd-teacher-{kind}-model-parallel-size", str(size))
 
 
-OVERLAP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 LAST_OF_5 = ("--decoder-last-pipeline-num-layers", "5")
 """Fewer layers of the student on the stage that computes the LM heads and the loss; the teacher's stages are even."""
@@ -241,24 +250,11 @@ def small_cases() -> list[Case]:
 
 def flags_of(case: Case, folder: Path, steps: int) -> list[str]:
     """The command line of a case after `pretrain_kd.py`, without --kd-ratio and --kd-metrics-file."""
-    words = {
-        "--kd-teacher-hf": folder / case.pair / "teacher",
-        "--kd-student-hf": folder / case.pair / "student",
-        "--data-path": folder / f"text{case.seq_length}",
-        "--data-cache-path": folder / "cache",
-        "--tokenizer-type": "NullTokenizer",
-        "--split": "100,0,0",
-        "--eval-iters": 0,
-        "--eval-interval": steps,
-        "--seq-length": case.seq_length,
-        "--micro-batch-size": case.micro_batch,
-        "--global-batch-size": max(1, _model_parallel_rows(case)),
-        "--train-iters": steps,
-        "--lr": 1e-5,
-        "--log-interval": 1,
-    }
-    flat = [str(word) for pair in words.items() for word in pair]
-    return [*flat, *([] if mkd.cpu.is_target() else ["--bf16"]), *case.layout, *case.teacher]
+    pair = folder / case.pair
+    models = ("--kd-teacher-hf", str(pair / "teacher"), "--kd-student-hf", str(pair / "student"))
+    text, rows = folder / f"text{case.seq_length}", max(1, _model_parallel_rows(case))
+    common = training_flags(folder, text, steps, rows, case.micro_batch, case.seq_length)
+    return [*models, *common, *case.layout, *case.teacher]
 
 
 def _model_parallel_rows(case: Case) -> int:
@@ -375,13 +371,7 @@ def train(
         raise RuntimeError(f"not ended after {limit_s:g} s")
     if status:
         raise RuntimeError(last_error(output))
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return Training.of([line for line in lines if "loss" in line], first_step_s)
-
-
-def last_error(output: str) -> str:
-    lines = [line for line in output.splitlines() if "rror" in line] or output.splitlines()[-1:]
-    return lines[0] if lines else "no output"
+    return Training.of(lines_of_steps(metrics), first_step_s)
 
 
 def estimated_gib(flags: list[str], gpus: int) -> float:
@@ -452,36 +442,16 @@ def log(text: str) -> None:
     print(f"bench_train: {text}", file=sys.stderr, flush=True)
 
 
-def card_name() -> str:
-    """Name of the first GPU, read without a CUDA context in this process."""
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "--id=0"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "GPU"
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of this node to use (default: 1)")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help=f"steps per training, above {WARMUP}")
-    listed = dict(type=lambda text: text.split(";"), metavar="A;B", help="layouts by name, separated by semicolons")
-    parser.add_argument("--rows-of", **listed)
-    parser.add_argument("--limit", type=float, default=600.0, metavar="S", help="seconds per training (default: 600)")
-    parser.add_argument("--folder", type=Path, help="for models and data, kept (default: temporary)")
-    parser.add_argument("--small", action="store_true", help="small models on two CPU processes, a smoke test")
+    add_training_options(parser, steps=10, warmup=WARMUP)
     forks = "ranks are forks of a process with all imports: first steps are without them"
     parser.add_argument("--fork", action="store_true", help=forks)
-    parser.add_argument("--commit", metavar="TEXT", help="the measured commit, if this is not a git checkout")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here, after each measurement")
     args = parser.parse_args(argv)
-    if args.steps <= WARMUP:
-        parser.error(f"--steps is {args.steps}; the first {WARMUP} are not counted")
     args.cases = small_cases() if args.small else cases_for(args.gpus)
+    check_training_options(parser, args, WARMUP, "layouts", [case.name for case in args.cases])
     if args.rows_of:
-        known = [case.name for case in args.cases]
-        if unknown := [name for name in args.rows_of if name not in known]:
-            parser.error(f"--rows-of {unknown[0]!r}: the layouts are {'; '.join(known)}")
         args.cases = [case for case in args.cases if case.name in args.rows_of]
     return args
 
@@ -504,12 +474,11 @@ def main(argv: list[str] | None = None) -> int:
                 prepare(case, pairs, folder, args.steps)
                 row |= measure(case, folder, args.steps, args.limit, start, alone)
             except (RuntimeError, OSError) as error:
-                row["failed"] = " ".join(str(error).split())[:REASON_LENGTH].replace("|", "/")
+                row["failed"] = short_reason(error)
                 log(f"  {row['failed']}")
             rows.append(row)
             add_efficiency(rows, args.cases[:count])
-            if args.json is not None:
-                args.json.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+            write_rows(args.json, head, rows)
     card = "CPU" if mkd.cpu.wanted() else f"{args.gpus} x {card_name()}"
     print(f"{card}, commit {head['commit']}\n\n{markdown(COLUMNS, rows)}")
     return 0
