@@ -30,6 +30,7 @@ def write(args: argparse.Namespace, flags: list[str]) -> None:
     from megatron.training import initialize_megatron
 
     from mkd.checkpoint.resume_point import check_same_teacher_everywhere
+    from mkd.compat.refusals import megatron_refusals
     from mkd.compat.stopping import StopSignals
     from mkd.distributed.groups import Groups
     from mkd.distributed.rank_env import check_rendezvous
@@ -49,7 +50,8 @@ def write(args: argparse.Namespace, flags: list[str]) -> None:
         job.data.check_all()
         return
     check_rendezvous()
-    initialize_megatron()
+    with megatron_refusals("the flags"):
+        initialize_megatron()
     check_same_teacher_everywhere(job.meta.teacher, job.teacher.source.origin)
     groups, rows = Groups.from_megatron(), rows_to_read(job)
     with StopSignals() as stop:
@@ -92,6 +94,7 @@ def compare(folder: Path, segments: int) -> None:
     """Recompute targets with the teacher of `sys.argv`, and compare."""
     from megatron.training import initialize_megatron
 
+    from mkd.compat.refusals import megatron_refusals
     from mkd.distributed.groups import Groups
     from mkd.distributed.rank_env import check_rendezvous
     from mkd.job.cache_build.job import CacheJob, CacheOptions
@@ -104,7 +107,8 @@ def compare(folder: Path, segments: int) -> None:
     if differences := meta.differences(job.meta):
         raise MkdCacheError(f"verify {folder} was written with other flags (there, here: {'; '.join(differences)})")
     check_rendezvous()
-    initialize_megatron()
+    with megatron_refusals("the flags"):
+        initialize_megatron()
     groups, rows = Groups.from_megatron(), rows_to_read(job)
     seen = recompute_and_compare(job, groups, job.teacher.build(groups), rows, segments, "verify")
     if job.args.rank == 0:

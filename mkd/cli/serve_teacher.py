@@ -23,6 +23,7 @@ def serve(own: argparse.Namespace, words: list[str]) -> None:
     from megatron.training import initialize_megatron
 
     from mkd.checkpoint.resume_point import check_same_teacher_everywhere
+    from mkd.compat.refusals import megatron_refusals
     from mkd.compat.stopping import StopSignals
     from mkd.distributed.rank_env import check_rendezvous
     from mkd.job.teacher_service import ServiceJob, ServiceOptions
@@ -33,7 +34,8 @@ def serve(own: argparse.Namespace, words: list[str]) -> None:
     if job.is_dry_run:
         return
     check_rendezvous()
-    initialize_megatron()
+    with megatron_refusals("the flags"):
+        initialize_megatron()
     check_same_teacher_everywhere(job.teacher.stored_fingerprint, job.teacher.source.origin)
     with StopSignals(then="the service ends") as stop:
         job.serve(lambda: stop.received is not None)

@@ -16,7 +16,7 @@ from mkd.config.bounds import check_given
 from mkd.config.kd_config import KDConfig
 from mkd.config.kd_fields import KDFields
 from mkd.config.run_file import KD, check_settings, read_settings, unknown_words, words_of
-from mkd.errors import MkdConfigError
+from mkd.errors import MkdConfigError, MkdPackageError
 from mkd.utils.encoding import require_text
 from mkd.utils.hub_folder import model_folder
 
@@ -47,6 +47,13 @@ UNSUPPORTED: dict[str, str] = {
     "--exit-signal-handler-for-training": "leave it out (at SIGTERM and SIGUSR1 mkd saves and ends; docs/slurm.md)",
     "--trust-remote-code": "leave it out (no code of a tokenizer's folder runs; convert it to a tokenizer.json)",
     "--defer-embedding-wgrad-compute": "leave it out (mkd computes the LM head's gradient together with the loss)",
+    "--init-model-with-meta-device": "leave it out (weights would not be initialized)",
+    "--init-method-xavier-uniform": "leave it out (megatron-core 0.19 itself fails with it)",
+    "--config-logger-dir": "leave it out (megatron-core 0.19 itself fails with it; run.yaml in --save has the flags)",
+    "--heterogeneous-layers-config-path": "leave it out (mkd trains models with layers of one size)",
+    "--heterogeneous-layers-config-encoded-json": "leave it out (mkd trains models with layers of one size)",
+    "--adlr-autoresume": "leave it out (at SIGTERM and SIGUSR1 mkd saves and ends; docs/slurm.md)",
+    "--fake-process-group": "leave it out (mkd doctor checks a job for more GPUs than there are)",
     "--lazy-mpu-init": "leave it out (mkd's process groups exist before the models are built)",
     # Rows: mkd would read others than the flag promises, or none of its values.
     "--iterations-to-skip": "leave it out (tensor-parallel ranks would read different rows after a skipped step)",
@@ -74,7 +81,9 @@ UNSUPPORTED_VALUES: dict[str, dict[str, str]] = {
     "--dataloader-type": {
         "cyclic": "leave it out (rows are shuffled by --seed; cyclic evaluations and layouts read different rows)",
         "external": "leave it out and name the files in --data-path (docs/data.md)",
-    }
+    },
+    "--position-embedding-type": {"mrope": "give rope (text alone has one position per token)"},
+    "--rerun-mode": {"report_stats": "leave it out (megatron-core 0.19 itself does not have it)"},
 }
 
 
@@ -152,7 +161,10 @@ def parse_flags() -> tuple[Namespace, dict[str, Any]]:
         megatron_flags.extend(parser._actions)
         return add_kd_flags(parser)
 
-    args = parse_args(add)
+    try:
+        args = parse_args(add)
+    except RuntimeError as error:  # --enable-msc without its package
+        raise MkdPackageError(str(error)) from error
     check_given(megatron_flags, args, sys.argv[1:])
     if args.tokenizer_model is not None:
         args.tokenizer_model = _snapshot(args.tokenizer_model, "--tokenizer-model")
@@ -176,7 +188,7 @@ def refuse_contradictions(argv: list[str]) -> None:
         if flag in UNSUPPORTED:
             raise MkdConfigError(f"{flag} is not supported: {UNSUPPORTED[flag]}")
         value = value if equals else following
-        if flag == "--spec" and value != "local":  # which Megatron requires beside --attention-backend local
+        if flag == "--spec":
             raise MkdConfigError(
                 f"--spec {value} is not supported: leave it out (it names code of other layers, which mkd does not "
                 "run; the layers are those of --kd-student-hf, or of Megatron's size flags)"

@@ -1,6 +1,5 @@
 """Megatron's arguments: adopt a model's architecture, check them, complete them and make them global."""
 
-import traceback
 from argparse import Namespace
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +13,7 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from mkd import cpu
 from mkd.compat.checkpoints import tracker_override
+from mkd.compat.refusals import megatron_refusals
 from mkd.compat.unpickling import allowed_classes_only
 from mkd.config.check_list import Check, run_checks
 from mkd.config.epochs import check_epochs
@@ -43,6 +43,7 @@ from mkd.config.megatron_checks import (
 )
 from mkd.config.run_state import RunState
 from mkd.cpu.flags import set_cpu_values
+from mkd.cpu.machine_needs import check_machine_needs
 from mkd.errors import MkdCheckpointError, MkdConfigError, MkdNodeError
 from mkd.utils.json_files import require_regular_files
 from mkd.utils.logging import logger
@@ -160,12 +161,8 @@ def _validate(line: CommandLine) -> None:
     positions = args.max_position_embeddings
     if positions is not None and line.kd.packing != "none":
         args.max_position_embeddings = max(positions, args.seq_length)  # see check_positions
-    try:
+    with megatron_refusals("the flags"):
         validate_args(args)
-    except (AssertionError, ValueError) as error:
-        # Some of megatron's assertions have no message: the asserted condition names the flag.
-        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
-        raise MkdConfigError(f"megatron refuses the flags: {' '.join(reason.split())}") from error
     args.async_save = asynchronous
     args.max_position_embeddings = positions if positions is not None else args.max_position_embeddings
     if args.tokenizer_type is None:
@@ -248,6 +245,7 @@ ARGUMENT_CHECKS: tuple[Check[CommandLine], ...] = (
     Check("saving", lambda line: check_saving(line.args, line.kd)),
     Check("optimizer", lambda line: check_optimizer(line.args)),
     Check("parts", lambda line: check_parts(line.args)),
+    Check("machine", lambda line: check_machine_needs(line.args)),
     Check("trackers", lambda line: check_trackers(line.args, line.kd)),
     Check("checkpoint's arguments", _load_checkpoint_args, needs=("--load",)),
     Check("device values", _set_device_values),

@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
+from megatron.core.transformer.enums import AttnBackend
+
 from mkd import cpu
 from mkd.config.epochs import iterations_are_unknown
 from mkd.config.fp8_teacher import MIN_FP8_CAPABILITY
@@ -48,6 +50,11 @@ def check_intervals(args: Namespace) -> None:
         value = getattr(args, flag.removeprefix("--").replace("-", "_"))
         if value is not None and value < 1:
             raise MkdConfigError(f"{flag} is {value}; it must be at least 1")
+    if args.non_persistent_save_interval is not None and args.non_persistent_ckpt_type is None:
+        raise MkdConfigError(
+            f"--non-persistent-save-interval is {args.non_persistent_save_interval}: give --non-persistent-ckpt-type "
+            "as well, or leave it out"
+        )
     if args.save is not None and not (args.save_interval or args.save_retain_interval):
         raise MkdConfigError(f"--save {args.save} needs --save-interval (iterations between checkpoints)")
 
@@ -149,8 +156,16 @@ def check_optimizer(args: Namespace) -> None:
         )
     if args.optimizer == "sgd" and args.use_distributed_optimizer:
         raise MkdConfigError("--optimizer sgd does not work with --use-distributed-optimizer: leave one of them out")
+    for name in _PRECISIONS:
+        if (dtype := getattr(args, name)) != "fp32" and not args.use_precision_aware_optimizer:
+            raise MkdConfigError(
+                f"--{name.replace('_', '-')} {dtype} needs --use-precision-aware-optimizer: give both, or neither"
+            )
     if args.use_precision_aware_optimizer and not args.use_distributed_optimizer:
         raise MkdConfigError("--use-precision-aware-optimizer needs --use-distributed-optimizer: give both, or neither")
+
+
+_PRECISIONS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 def check_parts(args: Namespace) -> None:
@@ -160,6 +175,11 @@ def check_parts(args: Namespace) -> None:
         raise MkdPackageError(
             "--fault-injector-ranks and --fault-injector-num-ranks need the package nvidia-resiliency-ext, which is "
             "not installed in this Python: install it, or leave them out"
+        )
+    if args.attention_backend == AttnBackend.local:
+        raise MkdConfigError(
+            "--attention-backend local is not supported (megatron-core 0.19 itself fails with it): give "
+            "--transformer-impl local, or another backend"
         )
     if getattr(args, "reuse_grad_buf_for_mxfp8_param_ag", False) and not args.fp8_param_gather:
         raise MkdConfigError(

@@ -10,6 +10,7 @@ from megatron.training import initialize_megatron, pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from mkd.compat.install import install
+from mkd.compat.refusals import megatron_refusals
 from mkd.compat.stopping import StopSignals
 from mkd.data.datasets import provider_of
 from mkd.distributed.groups import Groups
@@ -54,7 +55,8 @@ def build(job: Job, start: StartTimes) -> TrainingParts:
     Raises:
         MkdError: a checkpoint, the data or the teacher cannot be used.
     """
-    initialize_megatron()
+    with megatron_refusals("the flags"):
+        initialize_megatron()
     start.ended("process groups")
     set_iterations(job.args, job.kd, job.data, job.resume_point)
     metrics = job.metrics()

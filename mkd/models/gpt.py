@@ -1,6 +1,5 @@
 """GPT model configurations from Megatron arguments, and access to the LM head of a built model."""
 
-import traceback
 from argparse import Namespace
 from functools import partial
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.models import GPTModelConfig
 from torch import Tensor, nn
 
+from mkd.compat.refusals import megatron_refusals
 from mkd.errors import MkdConfigError
 from mkd.models.gated_delta_net import VARIANT, hybrid_layer_spec
 from mkd.models.layer_options import LayerOptions
@@ -42,11 +42,13 @@ def gpt_config(args: Namespace) -> GPTModelConfig:
         # Megatron refuses to build grouped experts with biases (gpt-oss) otherwise. The fusion is its default, and a
         # teacher has the student's choice of kernels.
         args = Namespace(**{**vars(args), "bias_dropout_fusion": False})
-    try:
+    if args.qk_l2_norm and args.num_experts is None and args.transformer_impl == "local":
+        raise MkdConfigError(
+            "--qk-l2-norm needs --transformer-impl transformer_engine, on GPUs, in a model without experts: Megatron's "
+            "local layers leave the norms out"
+        )
+    with megatron_refusals("the flags of the model"):
         config = gpt_config_from_args(args)
-    except (AssertionError, ValueError) as error:
-        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
-        raise MkdConfigError(f"megatron refuses the flags of the model: {' '.join(reason.split())}") from error
     # megatron-core 0.19's gpt_config_from_args ignores this flag and builds every model with 8.
     config.rope_scaling_factor = args.rope_scaling_factor
     _apply_options(config, LayerOptions.of(args))

@@ -85,7 +85,6 @@ def test_what_the_parser_refuses_is_one_line(monkeypatch, capsys, words):
 
 def test_contradictions_need_the_whole_beginning():
     refuse_contradictions(["--logits", "--export-k", "value", "--load", "freeze-all-layers"])
-    refuse_contradictions(["--attention-backend", "local", "--spec", "local"])
     for words in (["--spec", "my.layers", "spec"], ["--spec=my.layers"]):
         with pytest.raises(MkdConfigError, match=r"--spec my\.layers is not supported: leave it out"):
             refuse_contradictions(words)

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from megatron.core.transformer.enums import AttnBackend
 from megatron.training.arguments import add_megatron_arguments
 
 from mkd.config import megatron_checks
@@ -47,8 +48,8 @@ PASSED = {
         " qk_clip_threshold"
     ),
     "the first values of weights, and random numbers inside layers": (
-        "te_rng_tracker data_parallel_random_init init_method_xavier_uniform perform_initialization init_method_std"
-        " embedding_init_method_std moe_use_upcycling moe_upcycling_granularity"
+        "te_rng_tracker data_parallel_random_init perform_initialization init_method_std embedding_init_method_std"
+        " moe_use_upcycling moe_upcycling_granularity"
     ),
     "routing of the student's tokens to its experts, inside Megatron's layers": (
         "moe_enable_routing_replay moe_router_bias_update_rate moe_router_quantile_balancing_ema"
@@ -181,11 +182,12 @@ def test_supported_flags_are_tested_there(file: str) -> None:
 
 
 def test_refused_flags_exist() -> None:
-    known = {flag for action in actions().values() for flag in action.option_strings}
+    every = add_megatron_arguments(ArgumentParser(allow_abbrev=False))._actions
+    known = {flag for action in every for flag in action.option_strings}
     others = {"--defer-embedding-wgrad-compute", "--no-data-sharding", "--lazy-mpu-init"}
     assert sorted(UNSUPPORTED.keys() - known - others) == []
     for flag, values in UNSUPPORTED_VALUES.items():
-        (action,) = (action for action in actions().values() if flag in action.option_strings)
+        (action,) = (action for action in every if flag in action.option_strings)
         assert set(values) < set(action.choices)
 
 
@@ -227,10 +229,12 @@ def test_alternatives_are_refused_by_name(changes: dict, message: str) -> None:
         megatron_checks.check_alternatives(Namespace(**{**LENGTHS, **SOURCES, **changes}))
 
 
-def optimizer(name: str, **changes: bool) -> Namespace:
-    return Namespace(
-        optimizer=name, **{"use_distributed_optimizer": False, "use_precision_aware_optimizer": False} | changes
-    )
+DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+
+
+def optimizer(name: str, **changes: bool | str) -> Namespace:
+    options = {"use_distributed_optimizer": False, "use_precision_aware_optimizer": False}
+    return Namespace(optimizer=name, **{**options, **dict.fromkeys(DTYPES, "fp32"), **changes})
 
 
 def test_an_optimizer_of_a_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,9 +255,18 @@ def test_optimizers_that_cannot_be_distributed() -> None:
         megatron_checks.check_optimizer(optimizer("adam", use_precision_aware_optimizer=True))
 
 
+@pytest.mark.parametrize("name", DTYPES)
+def test_precisions_of_the_precision_aware_optimizer(name: str) -> None:
+    with pytest.raises(MkdConfigError, match=f"--{name.replace('_', '-')} bf16 needs --use-precision-aware-optimizer"):
+        megatron_checks.check_optimizer(optimizer("adam", **{name: "bf16"}))
+    both = {"use_distributed_optimizer": True, "use_precision_aware_optimizer": True}
+    megatron_checks.check_optimizer(optimizer("adam", **both, **{name: "bf16"}))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"attention_backend": AttnBackend.local}, "--attention-backend local is not supported"),
         ({"fault_injector_num_ranks": 7}, "--fault-injector-num-ranks need the package nvidia-resiliency-ext"),
         ({"fault_injector_ranks": [0]}, "--fault-injector-ranks and"),
         ({"reuse_grad_buf_for_mxfp8_param_ag": True}, "works only with --fp8-param-gather"),
@@ -266,7 +279,7 @@ def test_parts_that_are_missing_are_refused(
 ) -> None:
     """megatron raises an assertion when it builds the models, or later."""
     monkeypatch.setattr(megatron_checks, "find_spec", lambda name: None)
-    args = Namespace(transformer_impl="local", fp8_param_gather=False)
+    args = Namespace(transformer_impl="local", fp8_param_gather=False, attention_backend=AttnBackend.auto)
     megatron_checks.check_parts(args)
     megatron_checks.check_parts(Namespace(**vars(args), experimental_attention_variant="gated_delta_net"))
     with pytest.raises(MkdConfigError, match=message):
