@@ -110,7 +110,7 @@ def compare(folder: Path, segments: int) -> None:
     with megatron_refusals("the flags"):
         initialize_megatron()
     groups, rows = Groups.from_megatron(), rows_to_read(job)
-    seen = recompute_and_compare(job, groups, job.teacher.build(groups), rows, segments, "verify")
+    seen = recompute_and_compare(job, groups, job.teacher.build(groups), rows, segments)
     if job.args.rank == 0:
         print(
             f"{folder}: recomputed targets match those of {seen.segments:,} texts ({seen.tokens:,} tokens): distance "

@@ -22,6 +22,8 @@ ALLOWED = 0.05
 """Largest mean distance. 12 bits per logit cost less than 0.005, half precision in another layout about 0.01; another
 teacher, or targets that are shifted by one token, more than 0.3."""
 _TOKENS_AT_ONCE = 64
+_COMMAND = "verify"
+"""The command of `mkd cache`, which names the cache in messages."""
 
 
 @dataclass
@@ -57,7 +59,7 @@ def total_variation(one: TokenTargets, other: TokenTargets, part: slice, vocab: 
 
 
 def recompute_and_compare(
-    job: CacheJob, groups: Groups, teacher: Teacher, rows: RowDataset, segments: int, flag: str
+    job: CacheJob, groups: Groups, teacher: Teacher, rows: RowDataset, segments: int
 ) -> CacheComparison:
     """Run the teacher on random rows until enough cached texts are compared.
 
@@ -69,13 +71,12 @@ def recompute_and_compare(
         teacher: the teacher.
         rows: rows of the data.
         segments: number of texts to compare, if the data has as many.
-        flag: the flag that names the cache, for messages.
 
     Raises:
         MkdCacheError: no text of the data is in the cache, or the targets differ.
     """
     builder = TargetBuilder(job.meta, groups, job.teacher.config.sequence_parallel, job.kd.loss_chunk_rows)
-    store, comparison, found = TeacherStore(job.out, flag), CacheComparison(), 0
+    store, comparison, found = TeacherStore(job.out, _COMMAND), CacheComparison(), 0
     multiple = job.data.length_multiple
     for index in np.random.RandomState(0).permutation(len(rows)):
         row = rows[int(index)]
@@ -94,11 +95,11 @@ def recompute_and_compare(
         if found >= segments:
             break
     if not found:
-        raise MkdCacheError(f"{flag} {job.out} has no text of the {len(rows)} rows that these flags read")
-    return _on_all_ranks(comparison, job.out, flag)
+        raise MkdCacheError(f"{_COMMAND} {job.out} has no text of the {len(rows)} rows that these flags read")
+    return _on_all_ranks(comparison, job.out)
 
 
-def _on_all_ranks(comparison: CacheComparison, folder: Path, flag: str) -> CacheComparison:
+def _on_all_ranks(comparison: CacheComparison, folder: Path) -> CacheComparison:
     """The comparison of the one rank that collects targets, on all ranks."""
     numbers = (comparison.segments, comparison.tokens, comparison.total, comparison.largest)
     numbers = torch.tensor(numbers, dtype=torch.float64, device="cuda")
@@ -106,8 +107,8 @@ def _on_all_ranks(comparison: CacheComparison, folder: Path, flag: str) -> Cache
     segments, tokens, total, largest = numbers.tolist()
     if not total / tokens <= ALLOWED:
         raise MkdCacheError(
-            f"{flag} {folder} holds targets that differ from those of this teacher: the distance of the distributions "
-            f"is {total / tokens:.4f} on average over {tokens:.0f} tokens (0 to 1; allowed {ALLOWED}), at most "
-            f"{largest:.4f}"
+            f"{_COMMAND} {folder} holds targets that differ from those of this teacher: the distance of the "
+            f"distributions is {total / tokens:.4f} on average over {tokens:.0f} tokens (0 to 1; allowed {ALLOWED}), "
+            f"at most {largest:.4f}"
         )
     return CacheComparison(int(segments), int(tokens), total, largest)

@@ -14,7 +14,9 @@ _TOKEN_BYTES = 400
 """One token of an answer, as id and text, at most on average over an answer."""
 _FIXED_BYTES = 1 << 20
 _SEED_BITS = 31
-_NO_ROUTE, _FAILED = 404, 500
+NO_ROUTE = 404
+"""HTTP status of a server that has no such path."""
+_FAILED = 500
 
 
 class _Malformed(Exception):
@@ -127,7 +129,7 @@ def _load(server: HttpServer, path: str, body: Mapping[str, Any], folder: str, r
             raise
         problem = error
     except ServerRefusal as error:
-        if error.answer == _NO_ROUTE:
+        if error.answer == NO_ROUTE:
             raise MkdTeacherError(f"{server.flags.url} {error}; {remedy}") from None
         problem = error
     raise MkdTeacherError(

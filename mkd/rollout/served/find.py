@@ -6,14 +6,13 @@ from functools import partial
 
 from mkd.config.kd_config import KDConfig
 from mkd.errors import MkdConfigError
-from mkd.rollout.served.apis import WRITING_APIS, WritingApi
+from mkd.rollout.served.apis import NO_ROUTE, WRITING_APIS, WritingApi
 from mkd.rollout.served.server import StudentServer
 from mkd.rollout.served.sharing import MOST_AT_ONCE
 from mkd.teacher.inference.http import ROLLOUT, HttpServer, ServerAddress, ServerRefusal
 from mkd.teacher.inference.probe import find_model, wait_for_server
 
 _MOST_BYTES = 1 << 20
-_NO_ROUTE = 404
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def _check_route(server: HttpServer, api: WritingApi, remedy: str) -> None:
     try:
         server.get(api.loading, _MOST_BYTES)
     except ServerRefusal as error:
-        if error.answer == _NO_ROUTE:
+        if error.answer == NO_ROUTE:
             raise MkdConfigError(
                 f"{ROLLOUT.url} {server} has no route {api.loading}, by which it is given the student's weights: start "
                 f"it with {remedy}"
