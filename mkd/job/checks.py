@@ -17,7 +17,7 @@ from mkd.checkpoint.adapters.peft_folder import PeftFolder, is_peft_folder
 from mkd.checkpoint.adapters.stored import StoredAdapters, short_names
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.resume_point import ResumePoint
-from mkd.checkpoint.source import ModelSource, TeacherSource, fewest_positions
+from mkd.checkpoint.source import EnsembleSource, ModelSource, TeacherSource, fewest_positions
 from mkd.config import megatron_checks
 from mkd.config.check_list import Check, Sink
 from mkd.config.data_args import data_prefixes
@@ -83,8 +83,9 @@ class JobDraft(CommandLine):
 
     @property
     def data(self) -> JobData:
-        known = () if self.source is None or self.foreign else (self.source,)
-        return JobData(self.args, self.kd, self.true_vocab, self.cross, fewest_positions(known))
+        known = self.source.sources if isinstance(self.source, EnsembleSource) else [self.source]
+        same = [one for one in known if one is not None and not any(one is other for other in self.foreign)]
+        return JobData(self.args, self.kd, self.true_vocab, self.cross, fewest_positions(same))
 
 
 def _open_teacher(draft: JobDraft) -> None:
