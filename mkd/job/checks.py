@@ -42,6 +42,7 @@ from mkd.job.teacher import TeacherSpec, check_teacher_fits, teacher_source, tea
 from mkd.models.adapted_layers import AdaptedLinear
 from mkd.models.layer_maps import KEY_PREFIX, pair_of_key
 from mkd.models.lora import Lora
+from mkd.rollout.on_policy import OnPolicy
 from mkd.utils.atomic_files import regular_target
 from mkd.utils.hub_folder import model_folder
 from mkd.utils.pretrained import holds_tokenizer, require_tokenizer_files
@@ -73,6 +74,12 @@ class JobDraft(CommandLine):
     """Adapters that --kd-lora continues; None for new ones."""
     lora: Lora | None = None
     """The student's adapters; None without --kd-lora."""
+    on_policy: OnPolicy | None = None
+    """Written rows of training steps; None without --kd-on-policy."""
+    samples: SampleWriter | None = None
+    """None without --kd-sample-prompts."""
+    tasks: TaskEvaluation | None = None
+    """None without --kd-eval-tasks."""
     data_is_readable: bool = False
     teacher: TeacherSpec | None = None
 
@@ -287,12 +294,12 @@ def _check_metrics_file(draft: JobDraft) -> None:
 
 def _check_samples(draft: JobDraft) -> None:
     check_sampling(draft.args, draft.kd)
-    SampleWriter.of(draft.args, draft.kd, draft.true_vocab)
+    draft.samples = SampleWriter.of(draft.args, draft.kd, draft.true_vocab)
 
 
 def _check_tasks(draft: JobDraft) -> None:
     check_tasks(draft.args, draft.kd)
-    TaskEvaluation.of(draft.args, draft.kd, draft.true_vocab)
+    draft.tasks = TaskEvaluation.of(draft.args, draft.kd, draft.true_vocab)
 
 
 def _check_prompts(draft: JobDraft) -> None:
@@ -301,9 +308,9 @@ def _check_prompts(draft: JobDraft) -> None:
     waits = draft.waits and not draft.kd.dry_run
     longest = draft.data.longest_sample
     how = dict(waits=waits, cross=draft.cross, source=draft.source)
-    policy = on_policy_of(draft.args, draft.kd, draft.true_vocab, longest, **how)
-    if policy is not None and draft.cross is not None:
-        draft.cross.warn_of_ends(policy.decoding.end_tokens)
+    draft.on_policy = on_policy_of(draft.args, draft.kd, draft.true_vocab, longest, draft.state, **how)
+    if draft.on_policy is not None and draft.cross is not None:
+        draft.cross.warn_of_ends(draft.on_policy.decoding.end_tokens)
 
 
 def _align_tokenizers(draft: JobDraft) -> None:

@@ -22,6 +22,7 @@ from mkd.distributed.groups import Groups
 from mkd.job.checks import CHECKS, JobDraft
 from mkd.job.cross_tokenizer import CrossTokenizers
 from mkd.job.data import JobData, number_of_iterations
+from mkd.job.samples import SampleWriter, TaskEvaluation
 from mkd.job.teacher import TeacherSpec, is_model_of
 from mkd.losses import LossOptions
 from mkd.models.gpt import gpt_config
@@ -30,6 +31,7 @@ from mkd.models.shared_weights import BorrowingBuilder, share_weights
 from mkd.report.flops import FlopCounter, peak_tflops
 from mkd.report.metrics import MetricsLog
 from mkd.report.trackers import start_trackers
+from mkd.rollout.on_policy import OnPolicy
 from mkd.teacher.interface import Teacher
 from mkd.teacher.online import OnlineTeacher
 from mkd.train.hidden_layers import HiddenLayers
@@ -63,6 +65,12 @@ class Job:
     """Alignment and projections of teachers with other tokenizers; None without such a teacher."""
     lora: Lora | None = None
     """Adapters of a frozen student; None if all its weights are trained."""
+    on_policy: OnPolicy | None = None
+    """Rows whose answers the student writes; None without --kd-on-policy."""
+    samples: SampleWriter | None = None
+    """None without --kd-sample-prompts."""
+    tasks: TaskEvaluation | None = None
+    """None without --kd-eval-tasks."""
 
     @classmethod
     def from_command_line(cls) -> "Job":
@@ -97,6 +105,9 @@ class Job:
             notes=draft.notes,
             cross=draft.cross,
             lora=draft.lora,
+            on_policy=draft.on_policy,
+            samples=draft.samples,
+            tasks=draft.tasks,
         )
         if draft.student is not None and (draft.lora is not None or not draft.state.resumes):
             config.perform_initialization = False  # the folder fills every parameter, or is refused

@@ -18,10 +18,8 @@ from mkd.job.checkpoints import best_checkpoint, prepare_saving, resolve_checkpo
 from mkd.job.elsewhere.rollout_servers import store_rollout_assets
 from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
-from mkd.job.on_policy import on_policy_of
 from mkd.job.plan import record
 from mkd.job.run_record import RunRecord
-from mkd.job.samples import SampleWriter, TaskEvaluation
 from mkd.job.teacher_check import check_teacher_quality
 from mkd.job.training_loop import Hooks
 from mkd.report.metrics import MetricsLog
@@ -41,10 +39,6 @@ class TrainingParts:
     schedule: TeacherThenStudent
     metrics: MetricsLog
     start: StartTimes
-    samples: SampleWriter | None = None
-    """None without --kd-sample-prompts."""
-    tasks: TaskEvaluation | None = None
-    """None without --kd-eval-tasks."""
     record: RunRecord | None = None
     """None on other ranks than 0, and without --save."""
 
@@ -88,10 +82,6 @@ def _parts(
         check_teacher_quality(teacher, datasets[1] or datasets[0], groups, job, step)
     start.ended("check of the teacher")
     written = record(job)
-    teachers = dict(cross=job.cross, source=job.teacher.source)
-    on_policy = on_policy_of(
-        job.args, job.kd, job.true_vocab, job.data.longest_sample, job.state, waits=True, **teachers
-    )
     if job.args.rank == 0:
         store_rollout_assets(job.args, job.kd)
     schedule = TeacherThenStudent(
@@ -103,12 +93,10 @@ def _parts(
         hidden_layers=job.pair_layers(groups, teacher),
         length_multiple=job.data.length_multiple,
         balance=lambda: job.state.balance_factor if job.kd.balance else 1.0,
-        on_policy=on_policy,
+        on_policy=job.on_policy,
         rows_before=lambda: job.args.consumed_train_samples,
     )
-    samples = SampleWriter.of(job.args, job.kd, job.true_vocab)
-    tasks = TaskEvaluation.of(job.args, job.kd, job.true_vocab)
-    return TrainingParts(datasets, step, schedule, metrics, start, samples, tasks, written)
+    return TrainingParts(datasets, step, schedule, metrics, start, written)
 
 
 def train(job: Job, parts: TrainingParts) -> None:
@@ -127,8 +115,8 @@ def train(job: Job, parts: TrainingParts) -> None:
         parts.schedule,
         parts.metrics,
         parts.step.finite,
-        parts.samples,
-        parts.tasks,
+        job.samples,
+        job.tasks,
         best,
         parts.record,
         parts.start,

@@ -46,6 +46,30 @@ def test_a_teacher_that_is_refused_is_closed(monkeypatch: pytest.MonkeyPatch) ->
     assert teacher.closed == 1
 
 
+def test_prompts_that_a_check_has_read_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file may have a million, which are rendered for the student and for each teacher with another tokenizer."""
+    for name in ("initialize_megatron", "set_iterations", "resolve_checkpoint", "record"):
+        monkeypatch.setattr(launch, name, lambda *given: None)
+    monkeypatch.setattr(launch.Groups, "from_megatron", lambda: None)
+    monkeypatch.setattr(launch, "TeacherThenStudent", lambda **given: SimpleNamespace(**given))
+    written = object()
+    job = SimpleNamespace(
+        args=SimpleNamespace(rank=1),
+        kd=None,
+        resume_point=None,
+        teacher=SimpleNamespace(source=None),
+        true_vocab=9,
+        state=None,
+        on_policy=written,
+        metrics=lambda: None,
+        data=SimpleNamespace(sets=lambda: [None, None, None], length_multiple=1),
+        build_teacher=lambda groups: None,
+        forward_step=lambda groups: None,
+        pair_layers=lambda groups, teacher: None,
+    )
+    assert launch.build(job, StartTimes()).schedule.on_policy is written
+
+
 @pytest.mark.parametrize("end", [fail, lambda *given, **named: None])
 def test_all_teachers_of_a_training_are_closed(monkeypatch: pytest.MonkeyPatch, end: Any) -> None:
     for name in ("destroy_rerun_state_machine", "best_checkpoint", "prepare_saving", "install", "Hooks", "provider_of"):
@@ -58,7 +82,7 @@ def test_all_teachers_of_a_training_are_closed(monkeypatch: pytest.MonkeyPatch, 
     schedule = SimpleNamespace(teacher=TeacherEnsemble(tuple(teachers), weights=(0.5, 0.5)))
     parts = launch.TrainingParts([], SimpleNamespace(finite=None), schedule, None, StartTimes())
     args = SimpleNamespace(exit_signal=None, save=None, override_opt_param_scheduler=False)
-    job = SimpleNamespace(args=args, kd=None, state=None, student_config=None)
+    job = SimpleNamespace(args=args, kd=None, state=None, student_config=None, samples=None, tasks=None)
     if end is fail:
         with pytest.raises(MkdCheckpointError):
             launch.train(job, parts)
