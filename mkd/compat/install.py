@@ -15,7 +15,7 @@ from mkd.compat.optimizer import (
     use_own_learning_rates,
 )
 from mkd.compat.quiet import silence_megatron
-from mkd.compat.startup import skip_warm_up, use_prebuilt_dataset_helpers
+from mkd.compat.startup import read_help_texts_once, skip_warm_up, use_prebuilt_dataset_helpers
 from mkd.compat.stopping import EvaluationState, StopSignals, install_stopping
 from mkd.compat.training_loop import TrainingHooks, install_training_hooks
 
@@ -29,6 +29,7 @@ def install_at_start(argv: Sequence[str]) -> None:
     silence_megatron(argv)
     use_prebuilt_dataset_helpers()
     skip_warm_up()
+    read_help_texts_once()
     balance_experts_over_unequal_ranks()
     train_biased_experts_on_whole_ranks()
     add_router_biases_in_fp32()

@@ -1,4 +1,4 @@
-"""Patches of Megatron's start: its dataset helpers, its warm-up, its help texts and the types of its flags."""
+"""Patches of Megatron's start: its dataset helpers, its warm-up, and the help texts and types of its flags."""
 
 import argparse
 import functools
@@ -36,6 +36,25 @@ def skip_warm_up() -> None:
         torch.cuda.empty_cache()  # the end of the warm-up; here, the memory of the check of the teacher
 
     initialize._warmup_jit_function = free_memory
+
+
+def read_help_texts_once() -> None:
+    """Read the help texts of Megatron's flags for the first parser of the process only.
+
+    megatron-core 0.19 parses the source of its dataclasses for every parser, which is most of the time that a parser
+    takes. A job has four of them.
+    """
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    read = ArgumentGroupFactory._get_field_docstrings
+    known: dict[type, dict[str, str]] = {}
+
+    def read_once(factory: ArgumentGroupFactory, config: type) -> dict[str, str]:
+        if config not in known:
+            known[config] = read(factory, config)
+        return known[config]
+
+    ArgumentGroupFactory._get_field_docstrings = read_once
 
 
 def repair_help(parser: argparse.ArgumentParser) -> None:

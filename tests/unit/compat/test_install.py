@@ -23,6 +23,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
         "silence_megatron",
         "use_prebuilt_dataset_helpers",
         "skip_warm_up",
+        "read_help_texts_once",
         "balance_experts_over_unequal_ranks",
         "resume_distributed_optimizer",
         "allow_finished_jobs",
@@ -40,6 +41,7 @@ def test_start(calls: list[tuple]) -> None:
         ("silence_megatron", ["--lr", "1"]),
         ("use_prebuilt_dataset_helpers",),
         ("skip_warm_up",),
+        ("read_help_texts_once",),
         ("balance_experts_over_unequal_ranks",),
     ]
 

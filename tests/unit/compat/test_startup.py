@@ -13,10 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 from megatron.core.datasets import utils
-from megatron.training import initialize
+from megatron.training import argument_utils, initialize
+from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
 
-from mkd.compat.startup import repair_help, skip_warm_up, use_prebuilt_dataset_helpers
+from mkd.compat.startup import read_help_texts_once, repair_help, skip_warm_up, use_prebuilt_dataset_helpers
 from mkd.config import flags, kd_fields
 from mkd.config.kd_config import KDConfig
 from tests.support.upstream import fresh, source_of
@@ -63,7 +64,8 @@ torch.compile = lambda function: compile(function, backend=count)
 from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_fused_train
 from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
-from megatron.training import initialize
+from megatron.training import argument_utils, initialize
+from megatron.training.argument_utils import ArgumentGroupFactory
 from types import SimpleNamespace
 
 
@@ -146,6 +148,26 @@ def test_help_lists_every_field_with_its_docstring():
         assert flag in text
         assert "".join(docstring.split()) in text, flag
     assert "--tensor-model-parallel-size" in text
+
+
+def test_help_texts_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream reads those of a class, and of the class that it extends, for every factory."""
+    upstream = fresh(argument_utils).ArgumentGroupFactory._get_field_docstrings
+    read: list[type] = []
+
+    def counted(factory: ArgumentGroupFactory, config: type) -> dict[str, str]:
+        read.append(config)
+        return upstream(factory, config)
+
+    monkeypatch.setattr(ArgumentGroupFactory, "_get_field_docstrings", counted)
+    texts = [ArgumentGroupFactory(KDConfig).field_docstrings for _ in range(2)]
+    once = len(read) // 2
+    assert once > 0 and read[:once] == read[once:]
+    read.clear()
+    read_help_texts_once()
+    texts += [ArgumentGroupFactory(KDConfig).field_docstrings for _ in range(2)]
+    assert len(read) == once
+    assert texts == [texts[0]] * 4
 
 
 def test_help_keeps_what_argparse_formats():
