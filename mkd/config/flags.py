@@ -54,6 +54,8 @@ UNSUPPORTED: dict[str, str] = {
     "--heterogeneous-layers-config-encoded-json": "leave it out (mkd trains models with layers of one size)",
     "--adlr-autoresume": "leave it out (at SIGTERM and SIGUSR1 mkd saves and ends; docs/slurm.md)",
     "--fake-process-group": "leave it out (mkd doctor checks a job for more GPUs than there are)",
+    "--non-persistent-save-interval": "give --save-interval and --kd-keep-last, which removes older checkpoints",
+    "--non-persistent-ckpt-type": "give --save-interval and --kd-keep-last, which removes older checkpoints",
     "--lazy-mpu-init": "leave it out (mkd's process groups exist before the models are built)",
     # Rows: mkd would read others than the flag promises, or none of its values.
     "--iterations-to-skip": "leave it out (tensor-parallel ranks would read different rows after a skipped step)",

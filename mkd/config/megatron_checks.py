@@ -50,11 +50,6 @@ def check_intervals(args: Namespace) -> None:
         value = getattr(args, flag.removeprefix("--").replace("-", "_"))
         if value is not None and value < 1:
             raise MkdConfigError(f"{flag} is {value}; it must be at least 1")
-    if args.non_persistent_save_interval is not None and args.non_persistent_ckpt_type is None:
-        raise MkdConfigError(
-            f"--non-persistent-save-interval is {args.non_persistent_save_interval}: give --non-persistent-ckpt-type "
-            "as well, or leave it out"
-        )
     if args.save is not None and not (args.save_interval or args.save_retain_interval):
         raise MkdConfigError(f"--save {args.save} needs --save-interval (iterations between checkpoints)")
 
@@ -117,9 +112,26 @@ def _check_keep_best(args: Namespace, metric: str) -> None:
         )
 
 
+def _check_format(args: Namespace, kd: KDConfig) -> None:
+    """Refuse formats of checkpoints whose state of distillation a resumed job does not read."""
+    if args.ckpt_format == "torch" and (args.save is not None or (args.load is not None and not args.finetune)):
+        raise MkdConfigError(
+            "--ckpt-format torch is not supported: leave it out (checkpoints in that format are converted with "
+            "Megatron-LM first)"
+        )
+    keeps_state = {"--kd-balance": kd.balance, f"--kd-rollout-steps {kd.rollout_steps}": kd.rollout_steps > 1}
+    for flag, is_given in keeps_state.items():
+        if is_given and args.ckpt_format != "torch_dist" and args.save is not None:
+            raise MkdConfigError(
+                f"{flag} needs --ckpt-format torch_dist, not {args.ckpt_format}: a resumed job reads its state "
+                "from the checkpoint"
+            )
+
+
 def check_saving(args: Namespace, kd: KDConfig) -> None:
     """Refuse checkpoint flags that contradict each other, and an asynchronous save that would be synchronous."""
     interval = kd.save_hf_interval
+    _check_format(args, kd)
     if kd.keep_last is not None:
         if args.save is None:
             raise MkdConfigError(f"--kd-keep-last is {kd.keep_last}, but there is no folder to save in: give --save")

@@ -34,7 +34,6 @@ NEED_PACKAGE: dict[str, tuple[Callable[[Namespace], bool], tuple[str, str]]] = {
     "--log-straggler": (lambda args: args.log_straggler, _MONITORED),
     "--log-device-memory-used": (lambda args: args.log_device_memory_used, _MONITORED),
     "--enable-ft-package": (lambda args: args.enable_ft_package, _RESILIENT),
-    "--non-persistent-ckpt-type local": (lambda args: args.non_persistent_ckpt_type == "local", _RESILIENT),
 }
 """Flag -> (whether it is given, names of its package for `import` and for pip)."""
 

@@ -227,15 +227,17 @@ def test_flags_without_their_partner() -> None:
         kd(keep_last=0)
     with pytest.raises(MkdConfigError, match="--kd-keep-last is 2, but there is no folder to save in"):
         check_saving(arguments(save=None), kd(keep_last=2))
-    with pytest.raises(MkdConfigError, match="--kd-keep-last needs --ckpt-format torch_dist, not torch"):
-        check_saving(arguments(save="S", ckpt_format="torch"), kd(keep_last=2))
+    with pytest.raises(MkdConfigError, match="--kd-keep-last needs --ckpt-format torch_dist, not torch_dcp"):
+        check_saving(arguments(save="S", ckpt_format="torch_dcp"), kd(keep_last=2))
+    with pytest.raises(MkdConfigError, match="--kd-balance needs --ckpt-format torch_dist, not torch_dcp"):
+        check_saving(arguments(save="S", ckpt_format="torch_dcp"), kd(balance=True))
     with pytest.raises(MkdConfigError, match="--kd-keep-best is accuracy, which is measured with --kd-eval-tasks only"):
         kd(keep_best="accuracy")
     saved = dict(save="S", save_interval=20)
     check_saving(arguments(**saved), kd(keep_best="ce"))
     for changes, words in (
         ({"save": None}, "--kd-keep-best is ce, but there is no folder to save in: give --save"),
-        ({"ckpt_format": "torch"}, "--kd-keep-best needs --ckpt-format torch_dist, not torch"),
+        ({"ckpt_format": "torch_dcp"}, "--kd-keep-best needs --ckpt-format torch_dist, not torch_dcp"),
         ({"eval_iters": 0}, "--kd-keep-best is ce, and --eval-iters is 0: nothing is evaluated"),
         ({"save_interval": 15}, "--save-interval 15 is not a multiple of --eval-interval 10"),
     ):

@@ -61,7 +61,7 @@ def test_layers_of_megatron_itself_lack_them_on_a_gpu_too(on_gpu: None) -> None:
     ("changes", "message"),
     [
         ({"log_device_memory_used": True}, "--log-device-memory-used needs the package nvidia-ml-py"),
-        ({"non_persistent_ckpt_type": "local"}, "--non-persistent-ckpt-type local needs the package nvidia-resiliency"),
+        ({"enable_ft_package": True}, "--enable-ft-package needs the package nvidia-resiliency-ext"),
     ],
 )
 def test_packages_that_are_missing(changes: dict[str, Any], message: str, on_gpu: None) -> None:
