@@ -29,6 +29,7 @@ from pathlib import Path
 from mkd.cli.node_jobs import NodeJob, ranks_environment, run_jobs
 from mkd.cli.usage import command_parser, parse_own
 from mkd.config.run_file import given_words
+from mkd.distributed.node_gpus import numbered_gpus
 from mkd.errors import MkdConfigError, exit_status
 from mkd.teacher.service.socket_file import SocketFile
 from mkd.utils.logging import FILE
@@ -233,7 +234,11 @@ def words_of_flags(flags: Flags) -> list[str]:
 
 def visible_devices() -> list[str] | None:
     """GPUs of this node, as CUDA_VISIBLE_DEVICES lists them; None if the jobs run on CPU."""
-    from mkd import cpu
+    if os.environ.get("MKD_DEVICE", "").lower() == "cpu":
+        return None
+    if (numbers := numbered_gpus()) is not None:
+        return numbers
+    from mkd import cpu  # which imports torch, for seconds
 
     if cpu.wanted():
         return None

@@ -2,7 +2,7 @@
 
 Megatron has no CPU backend: it uses the device "cuda" and `torch.cuda` throughout. Importing this package changes
 nothing; `activate()` redirects those calls for the lifetime of the process, and must run before megatron is imported.
-No other package checks for a GPU.
+No other package checks for a GPU, except that `mkd launch` counts those of its node (`mkd.distributed.node_gpus`).
 """
 
 import logging
