@@ -1,8 +1,10 @@
 """Megatron's arguments about data: the files that are read, and the dataset configuration."""
 
+import math
 import re
 import traceback
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
@@ -10,23 +12,44 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from mkd.errors import MkdConfigError, MkdDataError
 
+LEAST_SHARE = 1e-9
+"""Smallest share of a file in the rows of its blend."""
+
 
 def data_prefixes(args: Namespace) -> list[str]:
     """Prefixes of all `.bin/.idx` pairs, and all chat files, that the flags name.
 
     Raises:
         MkdDataError: none is named, or a list of weights and prefixes is invalid.
+        MkdConfigError: a weight is not a number above 0, or so small that its file would not be read.
     """
     try:
         blend, per_split = get_blend_and_blend_per_split(args)
     except (AssertionError, ValueError, KeyError, OSError) as error:
         raise MkdDataError(f"--data-path and the like cannot be read ({error!r}): write WEIGHT PREFIX pairs") from error
-    prefixes = [prefix for part in (blend, *(per_split or ())) if part is not None for prefix in part[0]]
+    parts = [part for part in (blend, *(per_split or ())) if part is not None]
+    for names, weights in parts:
+        _check_weights(names, weights)
+    prefixes = [prefix for names, _ in parts for prefix in names]
     if not prefixes and not args.mock_data:
         raise MkdDataError(
             "no training data: give --data-path PREFIX (PREFIX.bin and PREFIX.idx) or --data-path FILE.jsonl (chats)"
         )
     return prefixes
+
+
+def _check_weights(names: Sequence[str], weights: Sequence[float] | None) -> None:
+    """Refuse weights with which Megatron fails when it builds the datasets, and files that would never be read."""
+    for name, weight in zip(names, weights or (), strict=False):
+        if not (math.isfinite(weight) and weight > 0.0):
+            rule = "a weight must be a finite number above 0"
+        elif weight < LEAST_SHARE * sum(weights):
+            rule = f"its share is below {LEAST_SHARE:g}, so that it would not be read"
+        else:
+            continue
+        raise MkdConfigError(
+            f"{name} has the weight {weight:g} in its blend; {rule}: correct it, or leave the file out"
+        )
 
 
 def training_prefixes(args: Namespace) -> list[str]:

@@ -448,6 +448,31 @@ def test_shares_that_megatron_would_misread(split):
         dataset_config(args, None)
 
 
+@pytest.mark.parametrize("flag", ["data_path", "valid_data_path"])
+@pytest.mark.parametrize(
+    ("weight", "rule"),
+    [
+        ("0", "a weight must be a finite number above 0"),
+        ("-1", "a weight must be a finite number above 0"),
+        ("nan", "a weight must be a finite number above 0"),
+        ("inf", "a weight must be a finite number above 0"),
+        ("1e-300", "its share is below 1e-09, so that it would not be read"),
+    ],
+)
+def test_a_weight_of_a_blend_that_reads_nothing(flag: str, weight: str, rule: str) -> None:
+    args = flags.default_arguments()
+    setattr(args, flag, [weight, "A", "1", "B"])
+    with pytest.raises(MkdConfigError, match=f"^A has the weight {float(weight):g} in its blend; {rule}"):
+        data_prefixes(args)
+
+
+def test_equal_weights_of_any_size() -> None:
+    args = flags.default_arguments()
+    for weight in ("1e-30", "0.5", "1e30"):
+        args.data_path = [weight, "A", weight, "B"]
+        assert data_prefixes(args) == ["A", "B"]
+
+
 def test_the_list_of_required_flags():
     assert list(REQUIRED) == [
         *("--num-layers", "--seq-length", "--micro-batch-size", "--train-iters", "--lr", "--eval-interval"),
