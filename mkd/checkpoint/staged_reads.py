@@ -20,7 +20,7 @@ READERS = 4
 """Threads of a rank that read."""
 BUFFER_BYTES = 32 * 2**20
 AHEAD_BYTES = 2**30
-"""Results of `in_order` that may wait at one time, unless one alone is larger."""
+"""Results of `Staging.in_order` that may wait at one time, unless one alone is larger."""
 
 
 class Staging:
@@ -33,6 +33,8 @@ class Staging:
 
     def __init__(self, device: torch.device, buffers: int = READERS, nbytes: int = BUFFER_BYTES) -> None:
         self.device = device
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        """That of the thread that makes the buffers, on which all work of the device is done; None on the CPU."""
         self._free: SimpleQueue[Tensor] = SimpleQueue()
         for _ in range(buffers):
             self._free.put(torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda"))
@@ -73,26 +75,31 @@ class Staging:
         finally:
             self._free.put(buffer)
 
+    def in_order[T](self, calls: Iterable[tuple[int, Callable[[], T]]], threads: int = READERS) -> Iterator[T]:
+        """The results of calls in their order, computed ahead by `threads` threads.
 
-def in_order[T](calls: Iterable[tuple[int, Callable[[], T]]], threads: int = READERS) -> Iterator[T]:
-    """The results of calls in their order, computed ahead by `threads` threads.
+        Args:
+            calls: (bytes of the result, call).
+            threads: their number.
+        """
 
-    Args:
-        calls: (bytes of the result, call).
-        threads: their number.
-    """
-    waiting: deque[tuple[int, Future[T]]] = deque()
-    ahead = 0
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            for nbytes, call in calls:
-                while waiting and ahead + nbytes > AHEAD_BYTES:
-                    ahead -= waiting[0][0]
+        def on_stream(call: Callable[[], T]) -> T:
+            # A new thread begins with the default stream, which does not wait for another one, nor that for it.
+            with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+                return call()
+
+        waiting: deque[tuple[int, Future[T]]] = deque()
+        ahead = 0
+        with ThreadPoolExecutor(threads) as pool:
+            try:
+                for nbytes, call in calls:
+                    while waiting and ahead + nbytes > AHEAD_BYTES:
+                        ahead -= waiting[0][0]
+                        yield waiting.popleft()[1].result()
+                    waiting.append((nbytes, pool.submit(on_stream, call)))
+                    ahead += nbytes
+                while waiting:
                     yield waiting.popleft()[1].result()
-                waiting.append((nbytes, pool.submit(call)))
-                ahead += nbytes
-            while waiting:
-                yield waiting.popleft()[1].result()
-        finally:
-            for _, future in waiting:
-                future.cancel()
+            finally:
+                for _, future in waiting:
+                    future.cancel()

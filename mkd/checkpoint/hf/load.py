@@ -17,7 +17,7 @@ from mkd.checkpoint.hf.families import Family
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.layouts import Dims, TensorShard
 from mkd.checkpoint.hf.tables import Item
-from mkd.checkpoint.staged_reads import Staging, in_order
+from mkd.checkpoint.staged_reads import Staging
 
 # megatron's SequentialMLP has one module per expert, its TEGroupedMLP one parameter per expert.
 _EXPERT_NUMBER = re.compile(r"(local_experts\.|\.(?:weight|bias))(\d+)")
@@ -143,7 +143,8 @@ def _load_chunk(model: GPTModel, weights: HFParameters, casts: CastCheck) -> Non
             yield param.nbytes, partial(weights.read, global_name(model, name), shard, tuple(param.shape))
 
     # On the CPU, one after the other: only one parameter is in memory twice.
-    found = (read() for _, read in reads()) if weights.staging is None else in_order(reads())
+    staging = weights.staging
+    found = (read() for _, read in reads()) if staging is None else staging.in_order(reads())
     for (name, param), value in zip(values.items(), found, strict=True):
         casts.check(name, value, param.dtype)
         param.copy_(value)

@@ -36,7 +36,7 @@ def run() -> None:
     sample = {
         **{name: torch.randint(0, job.true_vocab, shape, generator=generator) for name in ("tokens", "labels")},
         "loss_mask": torch.ones(shape),
-        "position_ids": torch.arange(job.args.seq_length).expand(shape),
+        "position_ids": torch.arange(job.args.seq_length).repeat(ROWS, 1),
     }
     batches = teacher.prepare(next_microbatches(iter([sample]), 1, job.true_vocab), Lookahead.empty())
     (signal,) = teacher.signals([batch.on_rank(groups.cp) for batch in batches])

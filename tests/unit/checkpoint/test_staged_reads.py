@@ -2,6 +2,8 @@
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from mkd.checkpoint import staged_reads
 from mkd.checkpoint.safetensors_files import TensorEntry, read_header, write_tensors
-from mkd.checkpoint.staged_reads import Staging, in_order
+from mkd.checkpoint.staged_reads import Staging
 
 CPU = torch.device("cpu")
 BLOCKS = [
@@ -59,6 +61,29 @@ def test_file_that_became_shorter(entries: dict[str, TensorEntry]) -> None:
     assert torch.equal(staging.read(entries["matrix"], None, None), entries["matrix"].read(None, None))
 
 
+def test_threads_work_on_the_stream_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the caller reads parameters that are not put together yet, where its stream is not the default one."""
+    current = threading.local()
+
+    @contextmanager
+    def on(stream: object) -> Iterator[None]:
+        current.stream = stream
+        yield
+        current.stream = None
+
+    def call() -> tuple[int, object]:
+        return threading.get_ident(), getattr(current, "stream", None)
+
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    side = object()
+    for stream in (side, None):
+        staging = Staging(CPU)
+        staging.stream = stream
+        found = list(staging.in_order((1, call) for _ in range(8)))
+        assert [seen for _, seen in found] == [stream] * 8
+        assert threading.get_ident() not in {thread for thread, _ in found}
+
+
 def test_order_and_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged_reads, "AHEAD_BYTES", 30)
     lock, running, started = threading.Lock(), [0], [0]
@@ -75,7 +100,7 @@ def test_order_and_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
     most: list[int] = []
     seen = []
-    for value in in_order(((10, lambda n=n: call(n)) for n in range(20)), threads=4):
+    for value in Staging(CPU).in_order(((10, lambda n=n: call(n)) for n in range(20)), threads=4):
         seen.append(value)
         assert started[0] <= len(seen) + 3  # 30 bytes are ahead
     assert seen == list(range(20))
@@ -86,7 +111,7 @@ def test_error_comes_in_its_turn() -> None:
     def fail() -> int:
         raise ValueError("broken")
 
-    results = in_order([(1, lambda: 0), (1, fail), (1, lambda: 2)], threads=2)
+    results = Staging(CPU).in_order([(1, lambda: 0), (1, fail), (1, lambda: 2)], threads=2)
     assert next(results) == 0
     with pytest.raises(ValueError, match="broken"):
         next(results)
