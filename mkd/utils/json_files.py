@@ -33,8 +33,13 @@ def read_json(path: Path) -> Any:
     return parse_json(read_regular(path, MOST_BYTES).decode())
 
 
-def parse_json(text: str | bytes, most: int = MOST_BYTES) -> Any:
+def parse_json(text: str | bytes, most: int = MOST_BYTES, unique: bool = False) -> Any:
     """The value of a JSON text of at most `most` characters.
+
+    Args:
+        text: the JSON text.
+        most: see above.
+        unique: refuse a key that an object has twice, of which the last one would count.
 
     Raises:
         ValueError: it is too large or too deep, or not JSON; a json.JSONDecodeError if it names a position.
@@ -42,7 +47,7 @@ def parse_json(text: str | bytes, most: int = MOST_BYTES) -> Any:
     if len(text) > most:
         raise ValueError(f"{len(text):,} characters; at most {most:,} are read")
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_with_unique_keys if unique else None)
     except RecursionError:
         raise ValueError(f"JSON is nested deeper than {_DEPTH} levels") from None
     if _is_deep(value):
@@ -92,6 +97,15 @@ def require_regular_files(folder: Path) -> None:
         is_whole = path.name in _READ_WHOLE or path.suffix == ".jinja"
         if is_whole and stat.S_ISREG(state.st_mode) and state.st_size > MOST_BYTES:
             raise ValueError(f"{name} has {state.st_size:,} bytes; at most {MOST_BYTES:,} are read")
+
+
+def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice[:80]!r} stands twice in an object")
+    return found
 
 
 def _is_deep(value: Any) -> bool:

@@ -20,6 +20,8 @@ SPOKEN = ("tool_calls", "function_call", REASONING, "content")
 """Keys of a message that a chat template writes; a template that drops one of them drops a part of the conversation."""
 LEARN_KEYS = ("weight", "train", "training", "train_on_turn", "loss")
 """Keys of a message that determine whether it is learned: OpenAI's, axolotl's and ms-swift's."""
+LEAST_WEIGHT = 1e-6
+"""Smaller weights than this and above 0 are lost in single precision: nothing would be learned."""
 
 
 @dataclass(frozen=True)
@@ -144,10 +146,14 @@ def _check_learned(message: dict[str, Any], name: str) -> None:
     given = {key: message[key] for key in LEARN_KEYS if message.get(key) is not None}
     for key, value in given.items():
         is_number = isinstance(value, int | float)
-        if isinstance(value, bool) or (is_number and (value in (0, 1) or (key == "weight" and 0 < value < 1))):
+        if isinstance(value, bool) or (
+            is_number and (value in (0, 1) or (key == "weight" and LEAST_WEIGHT <= value < 1))
+        ):
             continue
         if is_number:
-            legal = "a weight from 0 to 1" if key == "weight" else "0 or false, or 1 or true; a fraction is a weight"
+            legal = "0 or false, or 1 or true; a fraction is a weight"
+            if key == "weight":
+                legal = f"a weight from 0 to 1, and at least {LEAST_WEIGHT:g} if it is not 0"
             raise MkdDataError(f"{name} has {key} {value}, which must be {legal}")
         raise MkdDataError(f"{name} has the {type(value).__name__} {value!r} as {key}, not 0, 1, false or true")
     if len(set(map(bool, given.values()))) > 1:

@@ -224,7 +224,7 @@ def decode(raw: bytes, where: str, unit: str = "line") -> str:
 def json_object(line: str, where: str) -> dict[str, Any]:
     """Parse a line of a JSON lines file. Raises MkdDataError that names `where` if it is not a JSON object."""
     try:
-        record = parse_json(line)
+        record = parse_json(line, unique=True)
     except ValueError as error:
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
         raise MkdDataError(f"{where}: broken JSON ({reason}); each line must be one JSON object") from None

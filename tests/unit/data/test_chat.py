@@ -356,6 +356,14 @@ BROKEN = {
         '{"messages": [{"role": "assistant", "content": "a", "weight": 1.5}]}',
         "line 2: message 1 .* weight 1.5, which must be a weight from 0 to 1",
     ),
+    "tiny weight": (
+        '{"messages": [{"role": "assistant", "content": "a", "weight": 1e-300}]}',
+        "line 2: message 1 .* weight 1e-300, which must be a weight from 0 to 1, and at least 1e-06 if it is not 0",
+    ),
+    "key twice": (
+        '{"messages": [{"role": "assistant", "content": "a", "content": "b"}]}',
+        r"line 2: broken JSON \(the key 'content' stands twice in an object\)",
+    ),
     "fraction": (
         '{"messages": [{"role": "assistant", "content": "a", "train": 0.5}]}',
         "line 2: message 1 .* train 0.5, which must be 0 or false, or 1 or true; a fraction is a weight",
