@@ -22,14 +22,15 @@ def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> Tensor | None:
         without a token (ByteFallback: Llama 2, Mistral, Gemma).
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    spelling = None if backend is None else _spelling(parse_json(backend.to_str())["decoder"])
+    decoder = None if backend is None else backend.decoder
+    spelling = None if decoder is None else _spelling(parse_json(decoder.__getstate__()))
     if spelling is None:
         return None
     added = tokenizer.added_tokens_decoder
     # A special token that the vocabulary lacks has no id.
     special = set(tokenizer.all_special_ids) - {None} | {id for id, token in added.items() if token.special}
     ids = {id: token for token, id in tokenizer.get_vocab().items() if id not in special}
-    lengths = torch.zeros(max([*ids, *special]) + 1, dtype=torch.int32)
+    lengths = [0] * (max([*ids, *special]) + 1)  # setting elements of a tensor takes several times as long
     for id, token in ids.items():
         if id in added:
             lengths[id] = len(token.encode())
@@ -37,10 +38,12 @@ def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> Tensor | None:
             lengths[id] = len(token)  # one character per byte
         else:
             lengths[id] = 1 if _BYTE.fullmatch(token) else len(token.replace("▁", " ").encode())
-    return lengths
+    return torch.tensor(lengths, dtype=torch.int32)
 
 
-def _spelling(decoder: dict | None) -> str | None:
+def _spelling(decoder: dict) -> str | None:
     """ByteLevel or ByteFallback if a decoder of the `tokenizers` library is or contains one; else None."""
-    steps = [] if decoder is None else decoder.get("decoders", [decoder])
-    return next((step["type"] for step in steps if step["type"] in ("ByteLevel", "ByteFallback")), None)
+    return next(
+        (step["type"] for step in decoder.get("decoders", [decoder]) if step["type"] in ("ByteLevel", "ByteFallback")),
+        None,
+    )
