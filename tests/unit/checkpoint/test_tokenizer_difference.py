@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from mkd.checkpoint import tokenizer_hash as module
 from mkd.checkpoint.source import ModelSource, common_vocabulary
 from mkd.checkpoint.tokenizer_difference import TokenizerDifference, tokenizer_difference
 from mkd.checkpoint.tokenizer_hash import tokenizer_hash
 from mkd.config.kd_config import KDConfig
 from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.job.cross_tokenizer import sort_teachers
+from mkd.utils.json_files import parse_json
 
 FLAGS = ("--kd-student-hf", "--kd-teacher-hf")
 
@@ -51,6 +53,18 @@ def write(folder: Path, content: Any) -> Path:
 
 def difference(tmp_path: Path, content: dict[str, Any]) -> TokenizerDifference:
     return tokenizer_difference(write(tmp_path / "a", BASE), write(tmp_path / "b", content), FLAGS)
+
+
+def test_equal_files_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Teacher and student of one family; files that differ in spaces only have equal hashes too."""
+    content = changed(lambda content: content["added_tokens"].append(added(6, "<|once|>")))
+    folders = [write(tmp_path / name, content) for name in ("teacher", "student", "spaced")]
+    (folders[2] / "tokenizer.json").write_text(json.dumps(content, indent=1))
+    parsed: list[bytes] = []
+    monkeypatch.setattr(module, "parse_json", lambda text: parsed.append(text) or parse_json(text))
+    first, *others = (tokenizer_hash(folder, FLAGS[0]) for folder in folders)
+    assert others == [first, first]
+    assert len(parsed) == 2
 
 
 def rename_in_vocabulary(content: dict[str, Any]) -> None:
