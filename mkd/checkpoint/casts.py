@@ -76,19 +76,16 @@ class CastCheck:
             )
 
 
-def count_infinite(
-    tensors: Iterable[tuple[str, Tensor]], is_counted: Callable[[Tensor], Tensor] = torch.isinf
-) -> dict[str, int]:
-    """Name -> number of infinite values, or of others that `is_counted` marks, of the tensors that have any. One wait
-    for the device."""
+def count_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+    """Name -> number of infinite values and NaN of the tensors that have any. One wait for the device."""
     named = [(name, tensor) for name, tensor in tensors if tensor.is_floating_point() and tensor.numel()]
     if not named:
         return {}
-    counts = torch.stack([is_counted(tensor).sum() for _, tensor in named]).tolist()
+    counts = torch.stack([(~tensor.isfinite()).sum() for _, tensor in named]).tolist()
     return {name: count for (name, _), count in zip(named, counts, strict=True) if count}
 
 
 def listed(counts: Mapping[str, int]) -> str:
-    """The first tensors of `count_infinite`, for a message."""
+    """The first tensors of `count_not_finite`, for a message."""
     more = f" and {len(counts) - _NAMED} more tensors" if len(counts) > _NAMED else ""
     return ", ".join(f"{count} values of {name}" for name, count in list(counts.items())[:_NAMED]) + more

@@ -12,7 +12,7 @@ from megatron.core.utils import unwrap_model
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mkd.checkpoint.casts import count_infinite, listed, name_of
+from mkd.checkpoint.casts import count_not_finite, listed, name_of
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.compat.unpickling import allowed_classes_only
 
@@ -22,7 +22,7 @@ def load_megatron_weights(chunks: Sequence[nn.Module], folder: MegatronFolder) -
 
     Raises:
         MkdCheckpointError: a parameter is missing in the checkpoint, has another shape there, or has values that are
-            infinite in the model's dtype.
+            not finite in the model's dtype.
     """
     (chunk,) = chunks
     model = unwrap_model(chunk)
@@ -38,7 +38,7 @@ def load_megatron_weights(chunks: Sequence[nn.Module], folder: MegatronFolder) -
     except (CheckpointingException, CheckpointException, KeyError, ValueError, RuntimeError) as error:
         raise folder.error(f"the weights do not load ({error})") from error
     missing, _ = model.load_state_dict(loaded, strict=False)
-    if counts := count_infinite(model.named_parameters()):
+    if counts := count_not_finite(model.named_parameters()):
         raise folder.error(_infinite(counts, next(model.parameters()).dtype))
     missing = [name for name in missing if not name.endswith("_extra_state")]
     if missing:
@@ -46,8 +46,8 @@ def load_megatron_weights(chunks: Sequence[nn.Module], folder: MegatronFolder) -
 
 
 def _infinite(counts: Mapping[str, int], dtype: torch.dtype) -> str:
-    """A message about infinite values in a model's dtype."""
-    found = f"{listed(counts)} are infinite in {name_of(dtype)}"
+    """A message about values that are not finite in a model's dtype."""
+    found = f"{listed(counts)} are not finite in {name_of(dtype)}"
     if dtype == torch.float32:
         return f"{found}: its training overflowed"
     return (

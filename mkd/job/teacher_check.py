@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import default_collate
 
-from mkd.checkpoint.casts import count_infinite, listed
+from mkd.checkpoint.casts import count_not_finite, listed
 from mkd.checkpoint.ranks import gather_objects
 from mkd.checkpoint.source import TeacherSource
 from mkd.data.batch import KDBatch
@@ -70,7 +70,7 @@ def check_weights(model: nn.Module, source: TeacherSource) -> None:
     Raises:
         MkdCheckpointError: on all ranks; names the weights of the first rank that has some.
     """
-    counts = count_infinite(model.named_parameters(), lambda values: ~values.isfinite())
+    counts = count_not_finite(model.named_parameters())
     for rank, found in enumerate(gather_objects(counts)):
         if found:
             raise MkdCheckpointError(

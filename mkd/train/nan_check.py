@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
 from torch import Tensor
 
-from mkd.checkpoint.casts import count_infinite, listed, name_of
+from mkd.checkpoint.casts import count_not_finite, listed, name_of
 from mkd.data.batch import KDBatch
 from mkd.errors import MkdNumericError
 
@@ -146,7 +146,7 @@ def check_skipped(steps: int, skipped: int, loss_scale: float) -> None:
 
 
 def check_first_weights(chunks: list[Any]) -> None:
-    """Refuse to train infinite weights. Collective over all ranks.
+    """Refuse to train weights that are not finite. Collective over all ranks.
 
     Args:
         chunks: the student's model chunks.
@@ -156,12 +156,12 @@ def check_first_weights(chunks: list[Any]) -> None:
     """
     named = [(name, _local(param.detach())) for chunk in chunks for name, param in chunk.named_parameters()]
     findings: list[dict[str, int] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(findings, count_infinite(named))
+    dist.all_gather_object(findings, count_not_finite(named))
     for rank, counts in enumerate(findings):
         if counts:
             dtypes = sorted({name_of(tensor.dtype) for _, tensor in named})
             raise MkdNumericError(
-                f"rank {rank}: {listed(counts)} of the student are infinite before the first step ("
+                f"rank {rank}: {listed(counts)} of the student are not finite before the first step ("
                 f"{', '.join(dtypes)}): if its checkpoint stores them in a wider dtype, give --bf16; otherwise start "
                 "from another one"
             )

@@ -37,8 +37,11 @@ def with_nan(model: Path, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("flag", "source"),
     [
-        ("--kd-teacher-hf", "at iteration 1, rank 0: the teacher's signal in microbatch 0 of the samples "),
-        ("--kd-student-hf", "in an evaluation after iteration 0, rank 0: the student's cross-entropy, the divergence"),
+        (
+            "--kd-teacher-hf",
+            "NaN or infinity at iteration 1, rank 0: the teacher's signal in microbatch 0 of the samples ",
+        ),
+        ("--kd-student-hf", "embedding.word_embeddings.weight of the student are not finite before the first step"),
     ],
 )
 def test_nan_stops_all_ranks_and_is_told_once(job: SmallJob, tmp_path: Path, flag: str, source: str) -> None:
@@ -51,7 +54,7 @@ def test_nan_stops_all_ranks_and_is_told_once(job: SmallJob, tmp_path: Path, fla
     assert result.status == 1, result.errors[-3000:]
     lines = [line for line in result.errors.splitlines() if "pretrain_kd.py: error:" in line]
     assert lines and set(lines) == {lines[0]}
-    assert f"NaN or infinity {source}" in lines[0]
+    assert source in lines[0]
     assert "Traceback" not in result.errors
     assert not (tmp_path / "save" / "latest_checkpointed_iteration.txt").exists()
 

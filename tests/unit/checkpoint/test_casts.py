@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mkd.checkpoint import casts as module
-from mkd.checkpoint.casts import CastCheck, count_infinite, listed
+from mkd.checkpoint.casts import CastCheck, count_not_finite, listed
 from mkd.errors import MkdCheckpointError
 
 
@@ -61,8 +61,8 @@ def test_values_that_vanish_are_counted(monkeypatch: pytest.MonkeyPatch) -> None
     assert "10% of the values of many are below fp16's" in line
 
 
-def test_count_of_infinite_values() -> None:
+def test_count_of_values_that_are_not_finite() -> None:
     tensors = {"a": torch.ones(3), "b": torch.tensor([torch.inf, -torch.inf, torch.nan]), "ids": torch.ones(2).long()}
-    assert count_infinite(tensors.items()) == {"b": 2}
-    assert count_infinite([]) == {}
+    assert count_not_finite(tensors.items()) == {"b": 3}
+    assert count_not_finite([]) == {}
     assert listed({"a": 1, "b": 2, "c": 3, "d": 4}) == "1 values of a, 2 values of b, 3 values of c and 1 more tensors"
