@@ -36,7 +36,7 @@ class CastCheck:
     """Tensors of which many values become 0."""
 
     def cast(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """The value in `dtype`; `check` of the result."""
+        """The value [...] in `dtype`; raises as `check`."""
         self.check(name, value, dtype)
         return value.to(dtype)
 

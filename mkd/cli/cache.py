@@ -70,7 +70,11 @@ def info(args: argparse.Namespace, flags: list[str]) -> None:
 
 
 def verify(args: argparse.Namespace, flags: list[str]) -> None:
-    """Read a whole cache; after --, with the flags it was written with, also recompute the targets of some texts."""
+    """Read a whole cache; after --, with the flags it was written with, also recompute the targets of some texts.
+
+    Raises:
+        MkdCacheError: something in it is damaged, or the targets differ.
+    """
     if flags:
         prepare(flags)
     from mkd.job.cache_build.inspect import problems

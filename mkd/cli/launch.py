@@ -79,7 +79,11 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def flags_of(words: Sequence[str]) -> Flags:
-    """The flags of a command line and of its files; of repeated ones the last."""
+    """The flags of a command line and of its files; of repeated ones the last.
+
+    Raises:
+        MkdConfigError: a word before the first flag.
+    """
     found: Flags = {}
     flag = None
     for word in given_words(words):
@@ -178,7 +182,11 @@ def _teacher_flag(flags: Flags) -> str:
 
 
 def ranks_of_replica(flags: Flags) -> int:
-    """Ranks of one replica of the teacher."""
+    """Ranks of one replica of the teacher.
+
+    Raises:
+        MkdConfigError: a parallel size is not a number of at least 1.
+    """
     ranks = 1
     for name in ("tensor-model", "pipeline-model", "context"):
         flag = f"--kd-teacher-{name}-parallel-size"
@@ -190,7 +198,11 @@ def ranks_of_replica(flags: Flags) -> int:
 
 
 def service_flags(flags: Flags) -> list[str]:
-    """Flags of a service but its address and teacher."""
+    """Flags of a service but its address and teacher.
+
+    Raises:
+        MkdConfigError: the length of the teacher's rows is not given for a teacher with another tokenizer.
+    """
     kept = {flag: flags[flag] for flag in (*_SHARED, "--kd-teacher-dtype") if flag in flags}
     if "--kd-xtoken-loss" not in flags:
         kept |= {flag: values for flag, values in flags.items() if flag.startswith(_TOKENIZER)}

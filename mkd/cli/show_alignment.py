@@ -84,7 +84,7 @@ def sample_of(args: argparse.Namespace) -> str | Conversation:
 
 
 def token_texts(tokenizer: SpanTokenizer, ids: np.ndarray) -> list[str]:
-    """Text of each token, with visible whitespace; bytes that are not UTF-8 as hexadecimal numbers."""
+    """Text of each token ([n] ids), with visible whitespace; bytes that are not UTF-8 as hexadecimal numbers."""
     bytes_of = read_token_bytes(tokenizer).of_id
     found = []
     for number in ids.tolist():
@@ -102,7 +102,7 @@ def _readable(string: bytes) -> str:
 
 
 def colored(tokens: list[str], chunks: np.ndarray) -> Text:
-    """One column: tokens in the colors of their chunks."""
+    """One column: tokens in the colors of their chunks ([n] numbers)."""
     text = Text(overflow="fold")
     before = NO_CHUNK
     for token, chunk in zip(tokens, chunks.tolist(), strict=True):

@@ -18,11 +18,16 @@ class Schedule:
 
     @classmethod
     def constant(cls, value: float) -> "Schedule":
+        """The same value at every iteration."""
         return cls("constant", value, value, 1)
 
     @classmethod
     def parse(cls, flag: str, text: str) -> "Schedule":
-        """Read `linear:START:END:STEPS` or `cosine:START:END:STEPS`."""
+        """Read `linear:START:END:STEPS` or `cosine:START:END:STEPS`.
+
+        Raises:
+            MkdConfigError: names the flag and the accepted forms.
+        """
         shape, *numbers = text.split(":")
         try:
             start, end, steps = float(numbers[0]), float(numbers[1]), int(numbers[2])

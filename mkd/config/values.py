@@ -98,7 +98,11 @@ class LayerPair:
 
     @classmethod
     def parse_all(cls, flag: str, text: str) -> tuple["LayerPair", ...]:
-        """Read `S:T,S:T,...`, each pair once."""
+        """Read `S:T,S:T,...`, each pair once.
+
+        Raises:
+            MkdConfigError: names the flag and the part that is not a pair, or occurs twice.
+        """
         pairs = []
         for part in text.split(","):
             numbers = part.strip().split(":")

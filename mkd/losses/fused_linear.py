@@ -166,12 +166,12 @@ class MainGrad:
         return cls(buffer, upstream)
 
     def check(self, upstream: Tensor) -> Tensor:
-        """1, or NaN if backward passes another gradient than announced: such gradients must not be used."""
+        """Scalar 1, or NaN if backward passes another gradient than announced: such gradients must not be used."""
         return torch.where(upstream == self.upstream, 1.0, torch.nan)
 
     @staticmethod
     def placeholder(weight: Tensor) -> Tensor | None:
-        """The weight's gradient for autograd: without meaning, by the protocol of Megatron's fused layers."""
+        """The weight's gradient for autograd: without meaning, or None, by the protocol of Megatron's fused layers."""
         if getattr(weight, "zero_out_wgrad", False) or not hasattr(weight, "grad_added_to_main_grad"):
             # Also a tied embedding, whose own gradient comes by autograd and is added by Megatron's hook later.
             return None

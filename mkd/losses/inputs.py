@@ -53,7 +53,7 @@ class LogitMap:
             raise ValueError(f"softcap is {self.softcap}; it must be > 0")
 
     def apply_(self, products: Tensor) -> Tensor:
-        """Products -> logits, in place."""
+        """Products [...] of any float dtype -> logits, in place."""
         if self.scale != 1.0:
             products.mul_(self.scale)
         if self.softcap is not None:
@@ -62,7 +62,7 @@ class LogitMap:
         return products
 
     def derivative(self, logits: Tensor) -> Tensor | float:
-        """d logits / d products, computed from the logits."""
+        """d logits / d products, computed from the logits: in their shape and dtype, or a number without a cap."""
         if self.softcap is None:
             return self.scale
         return self.scale * (1.0 - (logits / self.softcap).square()).clamp_min(0.0)
@@ -117,7 +117,7 @@ class LMHead:
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None) -> "LMHead":
-        """Build the LM head from a parameter of any float dtype."""
+        """Build the LM head from a parameter [columns, H] of any float dtype and its bias [columns]."""
         precise = torch.promote_types(weight.dtype, torch.float32)
         return cls(gemm_operand(weight, precise), None if bias is None else bias.detach())
 
@@ -139,7 +139,7 @@ def gemm_operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def gemm(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """a @ b into `out`, accumulated in fp32 or better and rounded once, to the dtype of `out`."""
+    """[n, k] @ [k, m] into `out` [n, m], accumulated in fp32 or better and rounded once, to the dtype of `out`."""
     if out.dtype == a.dtype:
         return torch.mm(a, b, out=out)
     if a.device.type == "cpu":
@@ -148,7 +148,7 @@ def gemm(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
 
 
 def add_gemm(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
-    """total += a @ b in the precision of `total`; with `fresh` it is uninitialized and total = a @ b."""
+    """total [n, m] += a [n, k] @ b [k, m] in the precision of `total`; with `fresh` it is uninitialized, and is set."""
     if fresh:
         gemm(a, b, total)
     elif a.dtype == total.dtype:
@@ -163,7 +163,7 @@ def resolve_logits_dtype(logits_dtype: torch.dtype | None, hidden: Tensor) -> to
     Args:
         logits_dtype: the dtype that is asked for; None selects that of bf16 hidden states on a GPU, else the precision
             of the statistics.
-        hidden: the student's hidden states.
+        hidden: the student's hidden states [..., H].
 
     Raises:
         ValueError: a dtype that no GEMM gives from such hidden states.

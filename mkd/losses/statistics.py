@@ -166,12 +166,15 @@ class ShardScalars(NamedTuple):
     """The numbers per token that turn a shard's logits into log-probabilities; each [N]."""
 
     student_max: Tensor
+    """The largest logit of the shard."""
     student_log_norm: Tensor
     """ln q = (z - student_max) / T - student_log_norm."""
     ce_log_norm: Tensor
     """ln q at T = 1 = z - student_max - ce_log_norm."""
     teacher_max: Tensor | None
+    """As the student's; None without a divergence."""
     teacher_log_norm: Tensor | None
+    """ln p = (u - teacher_max) / T - teacher_log_norm."""
 
     @classmethod
     def of(cls, stats: Statistics, softmaxes: Softmaxes, rank: int) -> "ShardScalars":
@@ -199,6 +202,7 @@ class GradCoeffs(NamedTuple):
     kd: Tensor | None
     """kd_weight / T, times T^2 if the spec sets it."""
     dlogq_sum: Tensor | None
+    """Sum of dlogq over the whole vocabulary."""
 
     @classmethod
     def of(

@@ -114,7 +114,7 @@ class Factor(NamedTuple):
         return own if self.experts is None else (self.experts, *own)
 
     def of(self, whole: Tensor) -> Tensor:
-        """The factor in the A or B of the Hugging Face layer, unsharded."""
+        """The factor, unsharded, in the A [..., rank, in] or B [..., out, rank] of the Hugging Face layer."""
         if self.part is None:
             return whole
         blocks = whole.unflatten(-2, (self.blocks, -1))

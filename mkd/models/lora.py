@@ -88,7 +88,7 @@ class LinearAdapters(nn.Module):
             self.register_parameter(factor.name, parameter)
 
     def shard(self, factor: Factor, whole: Tensor) -> Tensor:
-        """This rank's part of the A or B of a Hugging Face layer."""
+        """This rank's part of the factor in the whole A or B of a Hugging Face layer; see `Factor.of`."""
         axis, own = self.sharded_axis(factor), factor.of(whole)
         return own if axis is None else own.chunk(self._tp.size(), axis)[self._tp.rank()]
 

@@ -49,7 +49,9 @@ class Mean(NamedTuple):
     """A reported mean: scalars of this rank's microbatch, and the count of the whole step."""
 
     total: Tensor
+    """Sum of the values, each times its weight."""
     count: Tensor
+    """Sum of the weights."""
     count_of_step: Tensor | None
     """The count over all microbatches and ranks of the step; None where only this microbatch's is known."""
 

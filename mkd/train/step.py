@@ -97,6 +97,7 @@ class MicrobatchLoss:
     _total: Tensor | None = None
     """The objective that is reported, where it is not the loss."""
     _calibration: Tensor | None = None
+    """See `calibration_sums`; None unless one teacher is evaluated."""
 
     def __call__(
         self,

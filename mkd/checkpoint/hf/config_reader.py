@@ -23,9 +23,15 @@ class ConfigReader:
     prefix: str = ""
 
     def fail(self, key: str, value: Any, rule: str) -> MkdCheckpointError:
+        """An error that names the key, its value and the rule that it breaks."""
         return MkdCheckpointError(f'config.json: "{self.prefix}{key}" is {value!r}; {rule}')
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = _ANY) -> Any:
+        """The value of a key, or the default where it is absent or null.
+
+        Raises:
+            MkdCheckpointError: it is absent and there is no default, or it is of another kind or not finite.
+        """
         value = self.config.get(key)
         if value is None:
             if default is _ANY:
@@ -41,6 +47,7 @@ class ConfigReader:
         return value
 
     def size(self, key: str, default: Any = _ANY) -> int:
+        """A number of at least 1, otherwise as `get`."""
         value, most = self.get(key, int, default), _MOST_LAYERS if key == _LAYERS else _MOST
         if value < 1:
             raise self.fail(key, value, "it must be at least 1")

@@ -51,10 +51,12 @@ class Dims:
 
     @property
     def query(self) -> int:
+        """Rows of the queries of all heads."""
         return self.heads * self.head_dim
 
     @property
     def key(self) -> int:
+        """Rows of the keys, or of the values, of all query groups."""
         return self.groups * self.head_dim
 
     @property
@@ -64,10 +66,12 @@ class Dims:
 
     @property
     def delta_key(self) -> int:
+        """Rows of the keys, or of the queries, of a gated delta net."""
         return self.delta_key_heads * self.delta_key_width
 
     @property
     def delta_value(self) -> int:
+        """Rows of the values, or of the gates, of a gated delta net."""
         return self.delta_value_heads * self.delta_value_width
 
     @property
@@ -85,10 +89,12 @@ class Dims:
 
     @property
     def mamba_convolved(self) -> int:
+        """Channels of the convolution: inner ones, B and C."""
         return self.mamba_inner + 2 * self.mamba_states
 
     @property
     def mamba_projected(self) -> int:
+        """Rows of the input projection: gates, inner channels, B, C, and the time step of each head."""
         return 2 * self.mamba_inner + 2 * self.mamba_states + self.mamba_heads
 
     @property

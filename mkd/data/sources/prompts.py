@@ -183,7 +183,11 @@ def _without_answers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, generation: dict[str, Any]) -> frozenset[int]:
-    """Tokens that end a text: the tokenizer's, and `eos_token_id` of a generation_config.json."""
+    """Tokens that end a text: the tokenizer's, and `eos_token_id` of a generation_config.json.
+
+    Raises:
+        MkdDataError: `eos_token_id` is not an id or a list of ids.
+    """
     given = generation.get("eos_token_id")
     ids = [] if given is None else given if isinstance(given, list) else [given]
     if not all(type(one) is int and one >= 0 for one in ids):

@@ -177,7 +177,7 @@ class MappedSamples:
         return MkdDataError(f"{self._base}.* in the data cache is damaged ({text}): delete these files")
 
     def check_ids(self, ids: np.ndarray, true_vocab: int | None, sample: int) -> None:
-        """Raise MkdDataError if a sample has an id that is not in the vocabulary."""
+        """Raise MkdDataError if a sample has an id ([n] integers) that is not in the vocabulary."""
         if true_vocab is not None and len(ids) and (largest := int(ids.max())) >= true_vocab:
             raise self._damage(f"sample {sample} has token id {largest}, the model's vocabulary {true_vocab} tokens")
 

@@ -104,7 +104,7 @@ class TargetBuilder:
         return gathered
 
     def token_targets(self, table: np.ndarray) -> TokenTargets:
-        """Targets from some entries of a table."""
+        """Targets of n tokens from their entries [n, C] of `table`."""
         k, count, label = self.meta.top_k, len(self.meta.temperatures), np.ascontiguousarray(table[:, -1])
         if not self.meta.samples:
             ids, logits, lse, tail_lse = np.split(table[:, :-1], [k, 2 * k, 2 * k + count], axis=1)

@@ -33,10 +33,13 @@ class TailCoeffs(NamedTuple):
     top: Tensor
     """At least the largest logit of the shard that is not -inf."""
     ce: Tensor
+    """Coefficient of q at T = 1, whose logarithm is z - top - ce_log_norm."""
     ce_log_norm: Tensor
     kd: Tensor
+    """Coefficient of a column's share of the tail, whose logarithm is (z - top) / T - kd_log_norm."""
     kd_log_norm: Tensor
     label: Tensor
+    """Subtracted in the label's column."""
     label_column: Tensor
     """int64; -1 where the label is not among these columns."""
 

@@ -25,6 +25,7 @@ class Comparison:
     student_entropy: Tensor
     """Entropy in nats."""
     teacher_entropy: Tensor | None
+    """Entropy in nats."""
     agreement: Tensor | None
     """1 where the most probable token of both is the same, else 0; of equal logits the lowest id counts."""
     teacher_top_prob: Tensor | None

@@ -105,12 +105,15 @@ class SparseGradCoeffs(NamedTuple):
     """See `GradCoeffs`, as for `label`."""
     label: Tensor | None
     topk_max: Tensor
+    """The largest logit of the top columns of this shard."""
     topk_log_norm: Tensor
     """ln q of a top column is (z - topk_max) / T - topk_log_norm."""
     kd: Tensor
     """Coefficient of dlogq - q * dlogq_sum in the top columns; 0 where the KD weight is."""
     dlogq_sum: Tensor
+    """Sum of dlogq over top columns and tail, on all shards; 0 where the KD weight is."""
     tail_max: Tensor
+    """The largest logit of the tail of this shard."""
     tail_log_norm: Tensor
     """ln of a column's share of the tail is (z - tail_max) / T - tail_log_norm."""
     tail: Tensor

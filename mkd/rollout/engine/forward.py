@@ -80,7 +80,10 @@ def positions_on_rank(hidden: Tensor, groups: Groups, sequence_parallel: bool) -
 
 
 def sum_of_parts(values: Tensor, groups: Groups, sequence_parallel: bool) -> Tensor:
-    """The values, in place: one of the ranks that share the row has each of them, and the others have 0."""
+    """Values [...] of a row, in place: one of the ranks that share the row has each of them, and the others have 0.
+
+    Collective over these ranks.
+    """
     for group, is_split in ((groups.tp, sequence_parallel), (groups.cp, True)):
         if is_split and group.size() > 1:
             dist.all_reduce(values, group=group)

@@ -26,6 +26,7 @@ class TokenNorms(NamedTuple):
     """A probability is e^((z - top) / T - log_norm); each [n]."""
 
     top: Tensor
+    """The largest logit of the shard."""
     log_norm: Tensor
 
 

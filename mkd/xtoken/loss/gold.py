@@ -23,6 +23,7 @@ class VocabularyMasses(NamedTuple):
     rest: Tensor
     """All other tokens."""
     everything: Tensor
+    """All tokens."""
 
     @classmethod
     def merge(cls, slots_top: Tensor, slots_sum: Tensor, rest_top: Tensor, rest_sum: Tensor) -> "VocabularyMasses":

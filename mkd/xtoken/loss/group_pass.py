@@ -27,8 +27,10 @@ class GroupPass:
     """One evaluation of the loss and of the gradients of hidden states and LM head."""
 
     hidden: Tensor
+    """[N, Hs] of the student."""
     head: LMHead
     teacher_hidden: Tensor
+    """[N_t, Ht]"""
     teacher_head: LMHead
     ce_weight: Tensor | None
     """[N] of `hidden`."""

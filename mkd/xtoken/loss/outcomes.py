@@ -68,6 +68,6 @@ def outcome_divergence(
 
 
 def drop_unmatched(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-masses of an outcome, -inf for both models where one of them has no mass in it."""
+    """Log-masses of an outcome in chunks [...], -inf for both models where one of them has no mass in it."""
     matched = (student > -torch.inf) & (teacher > -torch.inf)
     return torch.where(matched, student, -torch.inf), torch.where(matched, teacher, -torch.inf)

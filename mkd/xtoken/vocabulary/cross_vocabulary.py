@@ -157,7 +157,7 @@ class CrossVocabulary:
         return columns, (ids >= 0) & (columns >= 0) & (columns < self.student_columns)
 
     def teacher_columns_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Like `student_columns_of`, for teacher ids."""
+        """([n] column in this rank's shard, [n] bool: the shard has it) of teacher ids [n]; else undefined."""
         columns = self.teacher_position[ids.clamp_min(0)] - self.teacher_start
         return columns, (ids >= 0) & (columns >= 0) & (columns < len(self.teacher_columns))
 
