@@ -93,5 +93,6 @@ def student_launches(args: Namespace, kd: KDConfig, tflops: float) -> str | None
         return None
     return (
         f"by arithmetic the GPU computes a layer of the student, forward and backward, in {3 * gpu:.1f} ms, and the "
-        f"host may take {3 * host:g} ms to launch it: try --cuda-graph-impl {GRAPH_IMPLEMENTATION}"
+        f"host may take {3 * host:g} ms to launch it: try --cuda-graph-impl {GRAPH_IMPLEMENTATION}, and compare the "
+        "losses of some steps with those without it"
     )
