@@ -142,7 +142,7 @@ class FusedPKL(_FusedLoss):
             tokens = TokenWeights(chunk.tokens.labels, None, self._kd_weight(weights))
             self.kernels.write_gradient(chunk._replace(tokens=tokens), stats, sums, plain, log_p)
             by_projected = self._gather(by_probability_(log_p, log_q))
-            by_mean = project(by_projected, vocabulary.projection_rows, means, divisor=group.student.count)
+            by_mean = project(by_projected, vocabulary.projection.rows, means, divisor=group.student.count)
             local = token_sums(products, by_mean, group.student, norms, maps.student, temperature)
             write_token_gradient(
                 products,
@@ -168,8 +168,8 @@ class FusedPKL(_FusedLoss):
         vocabulary, shard = self.vocabulary, self.context.shard
         out = means.new_empty((len(means), vocabulary.teacher_vocab))
         if shard.size == 1:
-            return project(means, vocabulary.projection_t_rows, out, reached=vocabulary.reached)
-        parts = project(means, vocabulary.projection_t_rows, out).split(self._widths, dim=1)
+            return project(means, vocabulary.projection_t.rows, out, reached=vocabulary.reached)
+        parts = project(means, vocabulary.projection_t.rows, out).split(self._widths, dim=1)
         by_rank = out.new_zeros((shard.size, len(means), max(self._widths)))
         for rank, part in enumerate(parts):
             by_rank[rank, :, : part.shape[1]] = part

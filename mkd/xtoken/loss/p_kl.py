@@ -41,7 +41,7 @@ def p_kl(
     q, p = _softmax(z, ShardSoftmax(*merged[:2])), _softmax(u, ShardSoftmax(*merged[2:]))
     means = group.student.totals(q) / group.student.count[:, None]
     projected = _reduce(
-        torch.sparse.mm(vocabulary.projection_t.to(z.dtype), means.t().contiguous()), vocabulary, shard
+        torch.sparse.mm(vocabulary.projection_t.csr.to(z.dtype), means.t().contiguous()), vocabulary, shard
     ).t()
     target = (group.teacher.totals(p) / group.teacher.count[:, None]) * vocabulary.reached
     # Probabilities that are 0 in this precision have a finite logarithm and no gradient.
@@ -61,7 +61,7 @@ def p_kl(
         by_projected = torch.where(possible, dlogq / projected - (dlogq_sum / total)[:, None], 0)
         by_projected *= (weight * (spec.temperature_factor / spec.temperature))[:, None]
         everywhere = _gather(by_projected.t().contiguous(), vocabulary, shard)
-        by_mean = torch.sparse.mm(vocabulary.projection.to(z.dtype), everywhere).t() / group.student.count[:, None]
+        by_mean = torch.sparse.mm(vocabulary.projection.csr.to(z.dtype), everywhere).t() / group.student.count[:, None]
         by_q = by_mean[group.student.chunks]
         inner = shard.exchange({"sum": (q * by_q).sum(dim=1)}).wait()["sum"].sum(dim=0)
         gradient += q * (by_q - inner[:, None])

@@ -7,6 +7,7 @@ other tokens follow, spread so that all ranks have about the same number of colu
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,21 @@ from mkd.xtoken.vocabulary.sparse_rows import SparseRows
 
 RELAXED_WEIGHT = 0.6
 """`gold_relaxed` pairs a student token with a teacher token that has at least this share of its projection."""
+
+
+class SparseMatrix(NamedTuple):
+    """A matrix [rows, columns] fp32 in the two forms that losses multiply by."""
+
+    csr: Tensor
+    """For PyTorch."""
+    rows: SparseRows
+    """For the kernel."""
+
+    @classmethod
+    def of(cls, matrix: Tensor, device: torch.device | str) -> "SparseMatrix":
+        """From a sparse COO matrix on the host."""
+        csr = matrix.coalesce().to_sparse_csr()
+        return cls(csr.to(device), SparseRows.of(csr).to(device))
 
 
 @dataclass(frozen=True)
@@ -50,12 +66,10 @@ class CrossVocabulary:
     """[V_t] int64 position of each teacher id among the columns of all ranks, in rank order."""
     reached: Tensor
     """[columns] bool, True for teacher columns of this rank that the projection reaches."""
-    projection: Tensor | None
-    """Sparse CSR [student columns, teacher columns of all ranks] fp32, and its transpose; for p_kl only."""
-    projection_t: Tensor | None
-    projection_rows: SparseRows | None
-    """The same two for the kernels."""
-    projection_t_rows: SparseRows | None
+    projection: SparseMatrix | None
+    """[student columns, teacher columns of all ranks]; for p_kl only."""
+    projection_t: SparseMatrix | None
+    """Its transpose."""
 
     @classmethod
     def of(
@@ -107,12 +121,10 @@ class CrossVocabulary:
         slots = pairs[:, 0][(pairs[:, 0] >= start) & (pairs[:, 0] < start + real)] - start
         is_slot = torch.zeros(real, dtype=torch.bool).index_fill_(0, slots, True)
         reached = torch.zeros(teacher_vocab, dtype=torch.bool).index_fill_(0, ids[ids >= 0], True)
-        matrices = rows = (None, None)
+        projection = projection_t = None
         if kind == "p_kl":
-            projection = _projection(ids, weights, position, slice(start, start + real), teacher_vocab)
-            matrices = tuple(_csr(x) for x in (projection, projection.t()))
-            rows = tuple(SparseRows.of(x).to(device) for x in matrices)
-            matrices = tuple(x.to(device) for x in matrices)
+            shares = _projection(ids, weights, position, slice(start, start + real), teacher_vocab)
+            projection, projection_t = (SparseMatrix.of(matrix, device) for matrix in (shares, shares.t()))
         ends = torch.tensor([0, *(len(c) for c in columns)]).cumsum(0).tolist()
         return cls(
             kind,
@@ -130,10 +142,8 @@ class CrossVocabulary:
             pair_of_teacher=_table(teacher_vocab, pairs.flip(1)).to(device),
             teacher_position=position.to(device),
             reached=reached[columns[rank]].to(device),
-            projection=matrices[0],
-            projection_t=matrices[1],
-            projection_rows=rows[0],
-            projection_t_rows=rows[1],
+            projection=projection,
+            projection_t=projection_t,
         )
 
     @property
@@ -240,7 +250,3 @@ def _projection(ids: Tensor, weights: Tensor, position: Tensor, own: slice, teac
     token, column = (ids >= 0).nonzero(as_tuple=True)
     indices = torch.stack([token, position[ids[token, column]]])
     return torch.sparse_coo_tensor(indices, shares[token, column], (own.stop - own.start, teacher_vocab)).coalesce()
-
-
-def _csr(matrix: Tensor) -> Tensor:
-    return matrix.coalesce().to_sparse_csr()
