@@ -21,6 +21,7 @@ from mkd.job.samples import Writer, text_positions
 from mkd.rollout.engine.attention import reason_against_cache
 from mkd.rollout.engine.cached import cached_length
 from mkd.rollout.guard import CollapseGuard
+from mkd.rollout.interface import Decoding
 from mkd.rollout.on_policy import OnPolicy
 from mkd.rollout.rows import WrittenRowOptions
 from mkd.rollout.served.find import TextSizes, addresses_of
@@ -52,6 +53,7 @@ def on_policy_of(
         source: the teachers, whose addresses are their names if they are elsewhere; None if they are unknown.
 
     Raises:
+        MkdConfigError: answers, or the keys and values of one text, are larger than the models or the memory.
         MkdDataError: the prompts cannot be used, or nothing would end a text.
         MkdTeacherError: the servers of --kd-rollout-url cannot be used.
     """
@@ -59,35 +61,15 @@ def on_policy_of(
         return None
     state = RunState() if state is None else state
     writer = Writer.of(args, kd.rollout_tokens, true_vocab)
-    if not writer.decoding.end_tokens:
-        raise MkdDataError(
-            f"{writer.flag} {args.tokenizer_model} has no end token, and every text of --kd-on-policy would be cut "
-            "off: set eos_token in its tokenizer_config.json"
-        )
-    length = _most_tokens(args, kd, longest)
-    if kd.rollout_tokens >= length:
-        raise MkdConfigError(
-            f"--kd-rollout-tokens is {kd.rollout_tokens}; it must be below {length}, the positions of the models: "
-            "prompt and answer are one text"
-        )
-    prompts = read_prompts(kd.prompts, writer.tokenizer, length - kd.rollout_tokens, ON_POLICY, writer.flag)
-    require_known_tokens(prompts, true_vocab)
-    stops = None if kd.rollout_stop is None else StopStrings(tuple(kd.rollout_stop), writer.tokenizer)
+    prompts = _prompts(args, kd, writer, _most_tokens(args, kd, longest))
+    longest_prompt = max(len(prompt.tokens) for prompt in prompts)
+    sizes = TextSizes(true_vocab, longest_prompt + kd.rollout_tokens)
     teachers = _teachers(prompts, kd, source)
-    longest_text = max(len(prompt.tokens) for prompt in prompts) + kd.rollout_tokens
     return OnPolicy(
         share=kd.on_policy_over_time,
         prompts=[prompt.tokens for prompt in prompts],
         layout=RowLayout(args.seq_length, kd.packing_multiple, kd.packing != "none", kd_everywhere=False),
-        decoding=replace(
-            writer.decoding,
-            rows=args.micro_batch_size,
-            temperature=kd.rollout_temperature,
-            top_p=kd.rollout_top_p,
-            seed=args.seed,
-            cache_tokens=_cache_tokens(args, kd, max(len(prompt.tokens) for prompt in prompts)),
-            stops=stops,
-        ),
+        decoding=_decoding(args, kd, writer, longest_prompt),
         engine=writer.engine,
         teachers=teachers,
         samples=kd.rollout_samples,
@@ -96,7 +78,42 @@ def on_policy_of(
         options=WrittenRowOptions(kd.rollout_cut_off == "drop", kd.position_weight, is_routed=bool(teachers)),
         guard=_guard(kd, state),
         state=state,
-        writer=None if waits is None else served_writer(args, kd, TextSizes(true_vocab, longest_text), waits),
+        writer=None if waits is None else served_writer(args, kd, sizes, waits),
+    )
+
+
+def _prompts(args: Namespace, kd: KDConfig, writer: Writer, length: int) -> list[Prompt]:
+    """The prompts of --kd-prompts, whose texts have at most `length` tokens.
+
+    Raises:
+        MkdConfigError: an answer alone has that many.
+        MkdDataError: a prompt cannot be used, or nothing would end a text.
+    """
+    if not writer.decoding.end_tokens:
+        raise MkdDataError(
+            f"{writer.flag} {args.tokenizer_model} has no end token, and every text of --kd-on-policy would be cut "
+            "off: set eos_token in its tokenizer_config.json"
+        )
+    if kd.rollout_tokens >= length:
+        raise MkdConfigError(
+            f"--kd-rollout-tokens is {kd.rollout_tokens}; it must be below {length}, the positions of the models: "
+            "prompt and answer are one text"
+        )
+    prompts = read_prompts(kd.prompts, writer.tokenizer, length - kd.rollout_tokens, ON_POLICY, writer.flag)
+    require_known_tokens(prompts, writer.decoding.true_vocab)
+    return prompts
+
+
+def _decoding(args: Namespace, kd: KDConfig, writer: Writer, longest_prompt: int) -> Decoding:
+    """How the answers are sampled, and what ends them."""
+    return replace(
+        writer.decoding,
+        rows=args.micro_batch_size,
+        temperature=kd.rollout_temperature,
+        top_p=kd.rollout_top_p,
+        seed=args.seed,
+        cache_tokens=_cache_tokens(args, kd, longest_prompt),
+        stops=None if kd.rollout_stop is None else StopStrings(tuple(kd.rollout_stop), writer.tokenizer),
     )
 
 
