@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from mkd.cli.usage import command_parser, parse_own
 from mkd.job.doctor import environment
 from mkd.job.doctor.findings import Findings
+from mkd.utils.collector import uncollected
 
 GIB = 2**30
 
@@ -72,17 +73,19 @@ def _color(part: environment.Part) -> str:
 def examine_run(own: argparse.Namespace, flags: list[str]) -> int:
     """Print the plan, a preview of the data, the memory and all problems. Returns 1 if there is a problem."""
     cards = environment.cards()
-    from mkd import cpu
-    from mkd.compat.startup import use_prebuilt_dataset_helpers
+    with uncollected():
+        from mkd import cpu
+        from mkd.compat.startup import read_help_texts_once, use_prebuilt_dataset_helpers
 
-    stands_in = os.environ.get(cpu.DEVICE_VARIABLE, "").lower() != "cpu"
-    cpu.activate(stands_in, environment.lowest_capability(cards))
-    use_prebuilt_dataset_helpers()
-    logging.disable(logging.WARNING)
-    from rich.console import Console
+        stands_in = os.environ.get(cpu.DEVICE_VARIABLE, "").lower() != "cpu"
+        cpu.activate(stands_in, environment.lowest_capability(cards))
+        use_prebuilt_dataset_helpers()
+        read_help_texts_once()
+        logging.disable(logging.WARNING)
+        from rich.console import Console
 
-    from mkd.job.doctor.report import check_cards, check_memory, print_findings, show_data, show_plan
-    from mkd.job.doctor.run import Launch, check_disk, examine
+        from mkd.job.doctor.report import check_cards, check_memory, print_findings, show_data, show_plan
+        from mkd.job.doctor.run import Launch, check_disk, examine
 
     findings, console = Findings(elsewhere=not cards and not cpu.is_target()), Console()
     none_here = "" if cards else f" (there is none here; {cpu.DEVICE_VARIABLE}=cpu mkd doctor ... checks a run on CPU)"
