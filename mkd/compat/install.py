@@ -12,6 +12,7 @@ from mkd.compat.experts import (
 from mkd.compat.optimizer import (
     resume_distributed_optimizer,
     resume_experts_on_other_ranks,
+    resume_sgd,
     use_own_learning_rates,
 )
 from mkd.compat.quiet import silence_megatron
@@ -54,6 +55,7 @@ def install(
     """
     resume_distributed_optimizer()
     resume_experts_on_other_ranks()
+    resume_sgd()
     allow_finished_jobs()
     keep_random_state()
     if own_learning_rates:

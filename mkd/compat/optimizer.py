@@ -1,5 +1,5 @@
-"""Patches of Megatron's optimizers: resuming in fp32, with PyTorch's Adam, with other learning rates, and with experts
-on another number of ranks."""
+"""Patches of Megatron's optimizers: resuming in fp32, with PyTorch's Adam, with SGD, with other learning rates, and
+with experts on another number of ranks."""
 
 from typing import Any
 
@@ -48,6 +48,35 @@ def resume_distributed_optimizer() -> None:
 
     optimizer.state_dict, optimizer.load_state_dict = state_dict_before_load, load_separate_steps
     optimizer._set_main_param_and_optimizer_states = set_states_without_step
+
+
+def resume_sgd() -> None:
+    """Make SGD resume.
+
+    megatron-core 0.19 makes the state of an optimizer before it loads it, and has no function for this for SGD: a load
+    ends in a TypeError.
+    """
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+    if MegatronOptimizer.__init__.__module__ == __name__:
+        return
+    init = MegatronOptimizer.__init__
+
+    def init_with_state(self: Any, optimizer: Any, config: Any, init_state_fn: Any = None) -> None:
+        init(self, optimizer, config, init_state_fn or _make_momentum)
+
+    MegatronOptimizer.__init__ = init_with_state
+
+
+def _make_momentum(optimizer: Any, config: Any = None) -> None:
+    """Momentum of 0 for each parameter that has none, with which the next step is that of a new optimizer."""
+    import torch
+
+    if config is None or config.optimizer != "sgd" or not config.sgd_momentum:
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            optimizer.state[param].setdefault("momentum_buffer", torch.zeros_like(param.data))
 
 
 def resume_experts_on_other_ranks() -> None:

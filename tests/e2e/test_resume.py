@@ -268,6 +268,19 @@ def test_more_iterations_at_another_rate(job: SmallJob, undisturbed, tmp_path: P
     assert not torch.equal(*weights)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_sgd_with_momentum_resumes_to_the_last_bit(job: SmallJob, tmp_path: Path, precision: str) -> None:
+    sgd = {"--optimizer": "sgd", "--sgd-momentum": 0.7, "--lr": 0.1, "--bf16": precision == "bf16" or None}
+    flags = {**sgd, "--train-iters": 4, "--save-interval": 2, "--eval-iters": 0}
+    whole = run(job.flags({**flags, "--save": tmp_path / "whole"}))
+    parts = [
+        run(job.flags({**flags, **more, "--save": tmp_path / "parts", "--load": tmp_path / "parts"}))
+        for more in ({"--exit-interval": 2}, {})
+    ]
+    assert [result.status for result in (whole, *parts)] == [0, 0, 0], parts[1].errors[-2000:]
+    assert steps(parts[1]) == steps(whole) and len(steps(whole)) == 4
+
+
 def test_flipped_byte_and_empty_tracker_from_the_command_line(job: SmallJob, undisturbed, tmp_path: Path) -> None:
     save = tmp_path / "save"
     shutil.copytree(undisturbed[0], save)
