@@ -12,6 +12,9 @@ _ROUNDING = 2e-2
 _EXCESS = 2e-3
 """A sum of probabilities may exceed 1 by this."""
 
+_PADDING = 2
+"""A server may have this many times the tokens of the job's vocabulary: rows of padding have a probability, too."""
+
 
 @dataclass(frozen=True)
 class TokenScores:
@@ -55,6 +58,7 @@ class TokenScores:
                 f"{origin} answers with numbers that are not log-probabilities in descending order: its answers must "
                 "be those of the model, without a processor of logits (vLLM: --logprobs-mode raw_logprobs)"
             )
+        self._check_rest(vocab, origin)
         is_own = ids == text[1:, None]
         among, outside = is_own.any(axis=1), top.min(axis=1, initial=np.inf) + _ROUNDING
         listed = np.where(is_own, top, 0.0).sum(axis=1)
@@ -62,6 +66,21 @@ class TokenScores:
             raise MkdTeacherError(
                 f"{origin} answers with a log-probability of the text's own token that contradicts the most probable "
                 "ones: its entries belong to other tokens than those that were sent"
+            )
+
+    def _check_rest(self, vocab: int, origin: str) -> None:
+        """Refuse numbers with which no distribution adds up to 1: none of the other tokens is more probable than the
+        last listed one."""
+        if not self.top_log_probs.size:
+            return
+        last = np.exp(self.top_log_probs.min(axis=1) + _ROUNDING)
+        lacking = 1.0 - np.exp(self.top_log_probs + _ROUNDING).sum(axis=1) - _PADDING * vocab * last
+        if lacking.max() > 0.0:
+            listed = self.top_log_probs[lacking.argmax()]
+            raise MkdTeacherError(
+                f"{origin} answers with {listed.max():.2f} to {listed.min():.2f} for the most probable tokens of a "
+                f"position, which are not log-probabilities: the other ones of {vocab} tokens are too few to make up "
+                "for what these lack (vLLM: --logprobs-mode raw_logprobs)"
             )
 
     def targets(self) -> TokenTargets:

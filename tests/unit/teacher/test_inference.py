@@ -215,6 +215,26 @@ def test_wrong_answers(vllm: StandIn, fault: str) -> None:
     assert f"http://127.0.0.1:{vllm.port}" in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("level", [-12.0, -9999.0])
+def test_logits_below_zero(server: StandIn, level: float) -> None:
+    """Their exponentials do not add up to more than 1, as those of larger logits do."""
+    server.model = lambda ids: MODEL(ids) + level
+    with pytest.raises(MkdTeacherError, match="not log-probabilities: the other ones of 50 tokens are too few"):
+        model_at(server).score(TEXT, TOP_K, VOCAB)
+
+
+@pytest.mark.parametrize("sharpness", [0.0, 0.1, 3.0, 30.0])
+def test_distributions_from_uniform_to_certain(server: StandIn, sharpness: float) -> None:
+    def model(ids: list[int]) -> np.ndarray:
+        logits = np.random.default_rng(0).permuted(np.tile(np.linspace(-1, 1, VOCAB), (len(ids), 1)), axis=1)
+        logits = logits * sharpness
+        return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+
+    server.model = model
+    for top_k in (1, TOP_K, 20):
+        model_at(server).score(TEXT, top_k, VOCAB)
+
+
 @pytest.mark.parametrize("fault", ["cut", "special token", "fewer", "NaN"])
 def test_wrong_answers_of_sglang(servers: dict[str, StandIn], fault: str) -> None:
     server = servers["sglang"]
