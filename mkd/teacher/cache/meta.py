@@ -11,7 +11,7 @@ from typing import Any
 
 from mkd.errors import MkdCacheError
 from mkd.teacher.cache.record_format import MAX_COUNT, RecordFormat
-from mkd.utils.json_files import read_json
+from mkd.utils.json_files import parse_json, read_json
 from mkd.utils.near_paths import near_path_hint
 
 FORMAT = "mkd-teacher-cache"
@@ -19,6 +19,8 @@ VERSION = 1
 META = "meta.json"
 _CHECKSUM = "checksum"
 """Key of the checksum in meta.json."""
+_PROPERTIES = "properties"
+"""Key of the properties in the metadata of a shard."""
 _TEMPERATURES = 64
 """Most temperatures of a cache."""
 _HOTTEST = 1e6
@@ -111,8 +113,27 @@ class CacheMeta:
 
     def differences(self, other: "CacheMeta") -> list[str]:
         """One text per field that differs: `name: mine, theirs`."""
-        mine, theirs = self._properties(), other._properties()
+        return self._differences(other._properties())
+
+    def _differences(self, theirs: Mapping[str, Any]) -> list[str]:
+        mine = self._properties()
         return [f"{name}: {mine[name]}, {theirs[name]}" for name in mine if mine[name] != theirs[name]]
+
+    def to_shard(self) -> dict[str, str]:
+        """The properties for the metadata of a shard, which belongs to no other cache."""
+        return {_PROPERTIES: json.dumps(self._properties())}
+
+    def shard_differences(self, metadata: Any) -> list[str] | None:
+        """`differences` from the properties in the metadata of a shard; None if it has none: an older version of mkd
+        wrote it.
+
+        Raises:
+            ValueError, LookupError, TypeError, AttributeError: they are damaged.
+        """
+        if metadata is None:
+            return None
+        theirs = parse_json(metadata[_PROPERTIES])
+        return self._differences({**theirs, "temperatures": tuple(theirs["temperatures"])})
 
 
 def _checksum(values: Mapping[str, Any]) -> str:

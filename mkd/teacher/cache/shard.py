@@ -31,7 +31,7 @@ class CacheShard:
         """Map a file and check its size and header.
 
         Raises:
-            MkdCacheError: it is missing, truncated or damaged.
+            MkdCacheError: it is missing, truncated or damaged, or belongs to another cache.
         """
         self.path = path
         self._dtype = meta.records.dtype
@@ -55,6 +55,8 @@ class CacheShard:
                     raise ValueError(f"a header of {length} bytes")
                 self._header = parse_json(file.read(length))
                 base = file.tell()
+            differences = meta.shard_differences(self._header.get("__metadata__"))
+            self._names_its_cache = differences is not None
             # np.memmap keeps its file open, and a large cache has more shards than a process may have open files.
             whole = torch.from_file(str(path), size=size, dtype=torch.uint8).numpy()
             self._data = whole[base:]
@@ -74,6 +76,11 @@ class CacheShard:
             MemoryError,
         ) as error:
             raise MkdCacheError(f"shard {path} of the teacher cache is damaged ({error!r})") from error
+        if differences:
+            raise MkdCacheError(
+                f"shard {path} belongs to another teacher cache (this one, the shard: {'; '.join(differences)}): move "
+                "it and its .json file there"
+            )
 
     def _check_sizes(self) -> None:
         if self.keys.shape != (len(self.lengths), KEY_BYTES):
@@ -84,11 +91,12 @@ class CacheShard:
 
     @property
     def is_checked(self) -> bool:
-        """False if an older version of mkd wrote the shard, without a checksum of its keys."""
-        return _INDEX_CHECKSUM in self.manifest
+        """False if an older version of mkd wrote the shard, without a checksum of its keys or the properties of its
+        cache."""
+        return _INDEX_CHECKSUM in self.manifest and self._names_its_cache
 
     def _check_index(self, whole: np.ndarray, base: int) -> None:
-        if not self.is_checked:
+        if _INDEX_CHECKSUM not in self.manifest:
             return
         size, begin = self.manifest[_INDEX_BYTES], base + self._header["records"]["data_offsets"][0]
         if size != begin or size + self.records.nbytes != len(whole):

@@ -2,7 +2,8 @@
 
     meta.json           properties common to all shards, and a checksum over all of them (mkd.teacher.cache.meta)
     NAME.safetensors    a shard: `keys` [m, 16] and `lengths` [m] of its segments, `records` [n, R] of all their tokens,
-                        segment after segment (mkd.teacher.cache.shard, mkd.teacher.cache.record_format)
+                        segment after segment (mkd.teacher.cache.shard, mkd.teacher.cache.record_format); its header has
+                        the properties too, so that a shard of another cache is refused
     NAME.json           size in bytes and SHA-256 of the shard, and a checksum of what precedes its records (header,
                         lengths and keys); a shard without this file is not part of the cache yet
 
@@ -10,7 +11,8 @@ A key is a hash of the token ids of a segment only, so any layout, batch size, s
 
 Every byte is covered when it is used: properties, header, lengths and keys by checksums that are compared when the
 cache is opened, each record by its own when it is read. The SHA-256 of a shard is compared by `verify` only. Older
-versions of mkd wrote no checksum of the properties and keys; such caches are read with a warning.
+versions of mkd wrote no checksum of the properties and keys, and no properties into shards; such caches are read with a
+warning.
 """
 
 import hashlib
@@ -202,9 +204,10 @@ class TeacherStore:
 
 
 def warn_of_older_version(folder: Path, flag: str, meta: CacheMeta, shards: Sequence[CacheShard]) -> None:
-    """Log a warning if a cache, or a shard of it, has no checksum of its properties or keys."""
+    """Log a warning if a cache, or a shard of it, has no checksum of its properties or keys, or if a shard does not have
+    the properties of its cache."""
     if not meta.is_checked or not all(shard.is_checked for shard in shards):
         logger.warning(
             f"{flag} {folder} was written by an older version of mkd: its properties and keys are covered by no "
-            "checksum; mkd cache merge NEW OLD writes a cache that has them"
+            "checksum, or shards of another cache are not found; mkd cache merge NEW OLD writes one without these gaps"
         )

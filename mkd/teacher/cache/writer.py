@@ -7,6 +7,7 @@ import secrets
 import struct
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -76,7 +77,7 @@ class StoreWriter:
         partial = partial_path(path)
         try:
             with naming(path):
-                _write(partial, self._keys, self._records)
+                _write(partial, self._keys, self._records, self.meta)
                 publish_files({partial: path})
         finally:
             partial.unlink(missing_ok=True)
@@ -126,11 +127,12 @@ def _create(folder: Path, meta: CacheMeta, flag: str) -> None:
     check_folder(folder, meta, flag)  # another writer may have created it first, with other options
 
 
-def _write(path: Path, keys: list[bytes], records: list[np.ndarray]) -> None:
-    """Write a safetensors file with the tensors `lengths`, `keys` and `records`."""
+def _write(path: Path, keys: list[bytes], records: list[np.ndarray], meta: CacheMeta) -> None:
+    """Write a safetensors file with the tensors `lengths`, `keys` and `records`, and the properties of its cache."""
     lengths = np.array([len(part) for part in records], dtype="<i4")
     size = records[0].dtype.itemsize
-    entries, end = {}, 0
+    entries: dict[str, Any] = {"__metadata__": meta.to_shard()}
+    end = 0
     for name, kind, shape, nbytes in (
         ("lengths", "I32", [len(keys)], lengths.nbytes),
         ("keys", "U8", [len(keys), KEY_BYTES], KEY_BYTES * len(keys)),

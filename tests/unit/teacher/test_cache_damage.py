@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,25 @@ def test_changed_properties(cache: Path, name: str, value: Any) -> None:
         TeacherStore(cache, "--cache")
     with pytest.raises(MkdCacheError, match="checksum does not match"):
         problems(cache, "verify")
+
+
+@pytest.mark.parametrize("moved", ["shard", "meta", "shard without manifest"])
+def test_a_shard_of_another_cache(cache: Path, moved: str) -> None:
+    """Its records have the same layout, and its own checksums match."""
+    other = cache.with_name("other")
+    writer = StoreWriter(other, replace(CacheMeta.read(cache, "--cache"), teacher="x" * 32))
+    writer.add(*some_segment(23, VOCAB, TOP_K, (1.0, 2.0)))
+    writer.flush()
+    for path in other.glob("shard-*"):
+        if moved == "shard" or (moved == "shard without manifest" and path.suffix != ".json"):
+            shutil.copy(path, cache)
+    if moved == "meta":
+        shutil.copy(other / META, cache)
+    recover(cache)
+    words = rf"belongs to another teacher cache \(this one, the shard: teacher: {'x' if moved == 'meta' else 't'}+, "
+    with pytest.raises(MkdCacheError, match=words):
+        TeacherStore(cache, "--cache")
+    assert any("belongs to another" in one for one in problems(cache, "verify"))
 
 
 def change(file: Path, name: str, value: Any) -> None:
