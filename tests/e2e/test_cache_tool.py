@@ -13,7 +13,6 @@ import pytest
 from mkd.cli import cache
 from mkd.errors import MkdCacheError, MkdConfigError, MkdError
 from mkd.job.cache_build.job import CacheJob, CacheOptions
-from mkd.teacher.cache.meta import META, CacheMeta
 from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.cache.writer import StoreWriter
 from tests.e2e.test_bad_input import forget_megatron
@@ -252,9 +251,14 @@ def test_verify_recomputes_targets(job: SmallJob, tmp_path: Path) -> None:
     done = run(["verify", str(out), "--segments", "5", "--", *job.flags({**few, TP: 2})], 2, script=TOOL)
     assert done.status == 0, done.errors[-3000:]
     assert "recomputed targets match those of 5 texts" in done.output
-    meta = CacheMeta.read(out, "--out")
-    (out / META).write_text(replace(meta, teacher=student_fingerprint(job)).to_json())
-    done = run(["verify", str(out), "--", *job.flags({**few, "--kd-teacher-hf": job.student})], script=TOOL)
+    store = TeacherStore(out, "--out")
+    writer = StoreWriter(tmp_path / "other", replace(store.meta, teacher=student_fingerprint(job)))
+    for shard in store.shards:
+        for segment in shard.segments():
+            writer.add_records(*segment)
+    writer.flush()
+    other = ["verify", str(tmp_path / "other"), "--", *job.flags({**few, "--kd-teacher-hf": job.student})]
+    done = run(other, script=TOOL)
     assert done.status == 1 and "holds targets that differ from those of this teacher" in done.errors
 
 

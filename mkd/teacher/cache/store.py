@@ -204,8 +204,8 @@ class TeacherStore:
 
 
 def warn_of_older_version(folder: Path, flag: str, meta: CacheMeta, shards: Sequence[CacheShard]) -> None:
-    """Log a warning if a cache, or a shard of it, has no checksum of its properties or keys, or if a shard does not have
-    the properties of its cache."""
+    """Log a warning if a cache, or a shard of it, has no checksum of its properties or keys, or if a shard lacks the
+    properties of its cache."""
     if not meta.is_checked or not all(shard.is_checked for shard in shards):
         logger.warning(
             f"{flag} {folder} was written by an older version of mkd: its properties and keys are covered by no "
