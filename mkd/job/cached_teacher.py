@@ -2,16 +2,21 @@
 
 from argparse import Namespace
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from mkd.checkpoint.ranks import run_on_all_ranks
 from mkd.config.kd_config import KDConfig
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdCacheError, MkdConfigError
 from mkd.job.elsewhere.common import SpecWithoutModel
+from mkd.job.elsewhere.inference_teacher import known_text_folders
 from mkd.teacher.cache.meta import CacheMeta
 from mkd.teacher.cache.reader import CacheReader
 from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.cache.teacher import CachedTeacher
+from mkd.teacher.inference.known_text import KnownText, KnownTextFile, known_text_of
+from mkd.utils.logging import current_rank
 
 
 def open_cache(path: str, flag: str) -> TeacherStore:
@@ -34,6 +39,10 @@ class CachedTeacherSpec(SpecWithoutModel[TeacherStore]):
     kd: KDConfig
     row_length: int
     """Tokens per packed row."""
+    known: KnownText | None = None
+    """By which the server that has answered is recognized; None if no server has."""
+    save: Path | None = None
+    """Folder that keeps it."""
 
     @classmethod
     def of(cls, source: TeacherStore, args: Namespace, kd: KDConfig, true_vocab: int) -> "CachedTeacherSpec":
@@ -42,6 +51,7 @@ class CachedTeacherSpec(SpecWithoutModel[TeacherStore]):
         Raises:
             MkdCacheError: the cache has another vocabulary, or was written with other position ids.
             MkdConfigError: a flag requires more than the cache holds.
+            MkdTeacherError: the run that the job continues had a server with other weights.
         """
         meta, origin = source.meta, source.origin
         if meta.true_vocab != true_vocab:
@@ -62,7 +72,10 @@ class CachedTeacherSpec(SpecWithoutModel[TeacherStore]):
             _check_sampled(source, kd)
         else:
             _check_top_k(source, kd)
-        return cls(source, kd, args.seq_length)
+        load, save = known_text_folders(args, kd)
+        kept = KnownTextFile(source.flag, source.folder)
+        known = known_text_of([kept] if load is None else [kept, KnownTextFile("--load", load)])
+        return cls(source, kd, args.seq_length, known, save)
 
     def __str__(self) -> str:
         store, meta = self.source, self.source.meta
@@ -86,6 +99,12 @@ class CachedTeacherSpec(SpecWithoutModel[TeacherStore]):
 
     def build(self, groups: Groups) -> CachedTeacher:
         """See `TeacherSpec`."""
+        if self.known is not None and self.save is not None:
+            file = KnownTextFile("--save", self.save)
+            write = partial(file.write, self.known) if current_rank() == 0 else lambda: None
+            for problem in run_on_all_ranks(write):
+                if problem is not None:
+                    raise MkdCacheError(f"--save {self.save} cannot be written: {problem}")
         temperature = self.kd.temperature_over_time.start
         # A renormalized top-k uses no logsumexp, so any stored temperature will do.
         stored = temperature if temperature in self.source.meta.temperatures else 1.0

@@ -11,6 +11,7 @@ from mkd.teacher.cache.record_format import damaged, key_words
 from mkd.teacher.cache.shard import CacheShard
 from mkd.teacher.cache.store import TeacherStore, warn_of_older_version
 from mkd.teacher.cache.writer import StoreWriter, check_folder
+from mkd.teacher.inference.known_text import KnownTextFile, known_text_of
 from mkd.utils.atomic_files import new_folder
 
 
@@ -96,6 +97,7 @@ def merge(out: Path, parts: Sequence[Path], flag: str) -> int:
 
     Raises:
         MkdCacheError: the caches have different teachers, tokenizers or options; one is damaged; or `out` exists.
+        MkdTeacherError: they have answers of two servers with one name and different weights.
     """
     if out.exists():
         raise MkdCacheError(f"{flag} {out} exists: give the name of a new folder")
@@ -105,6 +107,7 @@ def merge(out: Path, parts: Sequence[Path], flag: str) -> int:
             raise MkdCacheError(
                 f"{flag}: {stores[0].folder} and {store.folder} cannot be merged ({'; '.join(differences)})"
             )
+    known = known_text_of([KnownTextFile(flag, part) for part in parts])
     meta, duplicates = stores[0].meta, 0
     check_folder(out, meta, flag)
     with new_folder(out) as partial:
@@ -116,4 +119,6 @@ def merge(out: Path, parts: Sequence[Path], flag: str) -> int:
                     duplicates += key in writer.known
                     writer.add_records(key, records)
         writer.flush()
+        if known is not None:
+            KnownTextFile(flag, partial).write(known)
     return duplicates

@@ -1,6 +1,7 @@
 """A text by which the weights of a teacher are recognized: its scores at first, and a file that keeps them."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,3 +86,22 @@ class KnownTextFile:
         values = {"text": list(known.text), "log_probs": known.scores.own_log_probs.tolist()}
         self.folder.mkdir(parents=True, exist_ok=True)
         write_bytes(self.folder / NAME, json.dumps(values).encode())
+
+
+def known_text_of(files: Sequence[KnownTextFile]) -> KnownText | None:
+    """The known text of some folders that must have the answers of one teacher; None if none of them has one.
+
+    Raises:
+        MkdCacheError: a file is damaged, or two have different texts.
+        MkdTeacherError: two are of different teachers.
+    """
+    found = [(file, known) for file in files if (known := file.read()) is not None]
+    for file, known in found[1:]:
+        first, before = found[0]
+        if known.text != before.text:
+            raise MkdCacheError(
+                f"{file.flag} {file.folder} and {first.flag} {first.folder} have other texts in {NAME}: whether their "
+                "teachers are the same is not known"
+            )
+        before.check(known.scores, file.origin, first.origin)
+    return found[0][1] if found else None

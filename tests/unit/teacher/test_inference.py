@@ -14,7 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mkd.checkpoint.megatron_folder import TRACKER
+from mkd.config.kd_config import KDConfig
 from mkd.errors import MkdCacheError, MkdConfigError, MkdNumericError, MkdTeacherError, MkdTeacherTimeout
+from mkd.job.cache_build.inspect import merge
+from mkd.job.cached_teacher import CachedTeacherSpec
 from mkd.teacher.cache import writer as cache_writer
 from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.inference import http, texts
@@ -500,3 +504,45 @@ def test_the_known_text_is_kept(tmp_path: Path, vllm: StandIn) -> None:
         (file.folder / NAME).write_text(damage)
         with pytest.raises(MkdCacheError, match=r"--kd-teacher-cache .*new: .known_text.json is damaged"):
             file.read()
+
+
+def kept_by(folder: Path, seed: int, text: list[int] = TEXT) -> Path:
+    """A cache with the answers of a server whose name does not depend on its weights."""
+    store = TextStore(folder, META, "--kd-teacher-cache")
+    records = table_model(VOCAB, seed)(TEXT)[:-1]
+    ids = np.argsort(-records, axis=1)[:, :TOP_K]
+    own = records[np.arange(len(records)), TEXT[1:]]
+    scores = TokenScores(ids, np.take_along_axis(records, ids, axis=1), own)
+    store.add(bytes([seed + 1]) * 16, META.records.encode(scores.targets()))
+    store.flush(now=True)
+    KnownTextFile("--kd-teacher-cache", folder).write(KnownText(tuple(text), scores))
+    return folder
+
+
+def test_merged_caches_are_of_one_server(tmp_path: Path) -> None:
+    caches = [kept_by(tmp_path / str(seed), seed) for seed in (0, 1)]
+    with pytest.raises(MkdTeacherError, match=r"that of merge .*1 is another teacher than that of merge .*0"):
+        merge(tmp_path / "both", caches, "merge")
+    assert not (tmp_path / "both").exists()
+    merge(tmp_path / "one", caches[:1], "merge")
+    before, after = (KnownTextFile("--cache", folder).read() for folder in (caches[0], tmp_path / "one"))
+    assert after.text == before.text and after.scores.distance(before.scores) == 0.0
+    kept_by(tmp_path / "2", 0, text=[*TEXT[:-1], 8])
+    with pytest.raises(MkdCacheError, match=r"have other texts in \.known_text\.json"):
+        merge(tmp_path / "both", [caches[0], tmp_path / "2"], "merge")
+
+
+def test_a_run_that_continues_from_the_cache_of_another_server(tmp_path: Path) -> None:
+    store = TeacherStore(kept_by(tmp_path / "cache", 0), "--kd-teacher-cache")
+    kd = KDConfig(teacher_cache=str(store.folder), ratio=0.5)
+    args = SimpleNamespace(
+        load=str(tmp_path / "run"), save=str(tmp_path / "run"), finetune=False, reset_position_ids=False, seq_length=64
+    )
+    known = KnownTextFile("--cache", store.folder).read()
+    spec = CachedTeacherSpec.of(store, args, kd, VOCAB)
+    assert spec.known.scores.distance(known.scores) == 0.0 and spec.save == tmp_path / "run"
+    kept_by(tmp_path / "run", 1)
+    CachedTeacherSpec.of(store, args, kd, VOCAB)  # a new run
+    (tmp_path / "run" / TRACKER).write_text("4")
+    with pytest.raises(MkdTeacherError, match=r"that of --load .* is another teacher than that of --kd-teacher-cache"):
+        CachedTeacherSpec.of(store, args, kd, VOCAB)
