@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,8 @@ def _missing(prefix: str, file: Path) -> str:
     if path.is_file():
         return unknown_suffix(path, RECORDS)
     text = f"{file} does not exist (mkd preprocess makes it)"
+    if (made := _made_of(path)) is not None:
+        return f"{text}; did you mean {made}?"
     if (near := near_path(file, Path.is_file)) is not None:
         return f"{text}; did you mean {near.with_suffix('')}?"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", prefix) and not path.parent.exists():
@@ -82,6 +85,16 @@ def _missing(prefix: str, file: Path) -> str:
             "--local-dir DIR"
         )
     return text
+
+
+def _made_of(output_prefix: Path) -> Path | None:
+    """The PREFIX that mkd preprocess makes of its --output-prefix, which is often given in its place; None without
+    exactly one."""
+    try:
+        found = list(output_prefix.parent.glob(f"{escape(output_prefix.name)}_*_document.idx"))
+    except (OSError, ValueError):  # a folder that cannot be listed, or a path that the system refuses
+        return None
+    return found[0].with_suffix("") if len(found) == 1 else None
 
 
 def check_splits(config: GPTDatasetConfig, evaluates: bool) -> None:

@@ -285,6 +285,9 @@ def test_names_in_data_path_that_stand_for_nothing(tmp_path: Path) -> None:
     for name in ("a.csv", "a.tsv", "a.txt", "a.xlsx"):
         (tmp_path / name).write_text("a,b\n")
     prefix = write_data(tmp_path / "text", [[1, 2]])
+    write_data(tmp_path / "[my]corpus_text_document", [[1, 2]])
+    for key in ("question", "answer"):
+        write_data(tmp_path / f"qa_{key}_document", [[1, 2]])
     for name, message in {
         "a.csv": r"ends in '\.csv': .*convert it with python -c .*read_csv\('a\.csv'\), 'a\.parquet'\)",
         "a.tsv": r"delimiter='\\t'",
@@ -292,6 +295,8 @@ def test_names_in_data_path_that_stand_for_nothing(tmp_path: Path) -> None:
         "a.xlsx": r"ends in '\.xlsx': records must end in \.jsonl or \.json or \.ndjson .*, \.parquet or \.arrow",
         "text.bin": f"named by their PREFIX: give {prefix}$",
         "gone": r"gone\.idx does not exist \(mkd preprocess makes it\)$",
+        "[my]corpus": r"\(mkd preprocess makes it\); did you mean .*/\[my\]corpus_text_document\?$",
+        "qa": r"qa\.idx does not exist \(mkd preprocess makes it\)$",
     }.items():
         with pytest.raises(MkdDataError, match=message):
             check_data([str(tmp_path / name)], 10, None)
