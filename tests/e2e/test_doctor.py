@@ -356,6 +356,15 @@ def test_all_problems_of_a_file_of_flags_are_found(job: SmallJob, ask: Callable[
     assert ask({**LOCAL, "--kd-config": "{root}/good.yaml", "--seq-length": None})[0] == 0
 
 
+def test_a_file_of_flags_that_cannot_be_read_is_the_only_problem(ask: Callable[..., tuple[int, str]]) -> None:
+    """Not one of many: everything that the file may hold would be missing."""
+    for flags in ({}, {"--kd-teacher-hf": None, "--lr": None, "--seq-length": None}):
+        status, text = ask({**flags, "--kd-config": "{root}/absent.yaml"})
+        (problem,) = problems(text)
+        assert status == 1 and "absent.yaml cannot be read (No such file" in problem
+    assert any("--kd-temprature" in line for line in problems(ask({"--kd-config": "no", "--kd-temprature": 2})[1]))
+
+
 def test_a_file_of_flags_may_be_named_alone() -> None:
     assert doctor.parse_arguments(["--kd-config", "a", "b"])[1] == ["--kd-config", "a", "b"]
     assert doctor.parse_arguments(["--kd-config", "a", "--", "--lr", "1"])[1] == ["--kd-config", "a", "--lr", "1"]

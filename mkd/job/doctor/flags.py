@@ -15,17 +15,20 @@ from mkd.job.doctor.findings import Findings
 DEFAULTS = {field.name: field.default for field in fields(KDFields)}
 
 
-def words_with_files(words: Sequence[str], findings: Findings) -> tuple[list[str], set[str]]:
+def words_with_files(words: Sequence[str], findings: Findings) -> tuple[list[str], set[str] | None]:
     """A command line with the flags of its --kd-config files in place of their names.
 
     Returns:
-        The words, and the flags in files that are left out because each of them is a problem.
+        The words, and the flags in files that are left out because each of them is a problem; None if a file cannot
+        be read, which is a problem too.
     """
     found: list[str] = []
-    refused: set[str] = set()
+    refused: set[str] | None = None
     with findings.tolerate():
         parser = flag_parser()
-        for setting in read_settings(words):
+        settings = read_settings(words)
+        refused = set()
+        for setting in settings:
             refused.add(setting.flag)
             with findings.tolerate():
                 check_setting(setting, parser)

@@ -51,6 +51,8 @@ def examine(launch: Launch, findings: Findings) -> Job | None:
     destroy_num_microbatches_calculator()
     words, refused = words_with_files(launch.flags, findings)
     flags = parsable_words(words, findings)
+    if refused is None:  # the checks would report all that the file may hold as missing
+        return None
     if not cpu.is_target() and find_spec("transformer_engine") is None:
         # A check reports that it is missing. Megatron would stop at the first flag that needs it.
         flags.append("--no-rope-fusion")
