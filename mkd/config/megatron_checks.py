@@ -427,7 +427,7 @@ def check_transformer_engine(args: Namespace) -> None:
         needed = f"--kd-packing {args.kd_packing}"
     raise MkdPackageError(
         f"--transformer-impl is {args.transformer_impl}, but Transformer Engine is not installed in this Python: "
-        "install it (pip install transformer-engine[pytorch])"
+        "install it (pip install 'transformer-engine[pytorch]')"
         + (f"; {needed} does not work without it" if needed else ", or give --transformer-impl local, which is slower")
     )
 

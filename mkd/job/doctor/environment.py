@@ -171,7 +171,7 @@ def _gpus() -> list[Part]:
 
 def transformer_engine() -> Part:
     """Transformer Engine, imported in a process of its own: loading its libraries is what fails."""
-    name, install = "transformer-engine", "pip install transformer-engine[pytorch], or a NGC PyTorch container"
+    name, install = "transformer-engine", "pip install 'transformer-engine[pytorch]', or an NGC PyTorch container"
     if find_spec("transformer_engine") is None:
         cost = "on GPUs only --transformer-impl local: slower, and neither packed rows, context parallelism nor fp8"
         return Part(name, None, cost, install)
