@@ -63,6 +63,9 @@ def report_environment() -> int:
     failing = [part.name for part in parts if part.needed]
     if failing:
         console.print(f"nothing can be trained here: {', '.join(failing)}", style="red")
+    else:
+        optional = "; what is missing is optional" if any(part.found is None for part in parts) else ""
+        console.print(f"all that training needs is here{optional}", style="green", highlight=False)
     return 1 if failing else 0
 
 

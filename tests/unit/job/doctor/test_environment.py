@@ -33,6 +33,7 @@ def test_all_that_is_needed_is_here(monkeypatch, capsys):
     assert part("torch").found and part("torch").trouble is None
     assert doctor.main([]) == 0
     output = capsys.readouterr().out
+    assert output.splitlines()[-1] == "all that training needs is here; what is missing is optional"
     assert "host memory" in output and "-> pip install 'transformer-engine[pytorch]', or" in output
 
 
