@@ -55,7 +55,8 @@ def check_teacher_quality(teacher: Teacher, samples: Any, groups: Groups, job: J
             total[number] = torch.stack([torch.as_tensor(x, device="cuda") for x in found])
     dist.all_reduce(total)
     for source, numbers in zip(sources, total.tolist(), strict=True):
-        _print_loss(teacher.fingerprint(), source, *numbers, vocab=job.vocabulary_of(source))
+        name = teacher.fingerprint() + (f", {source.origin}" if len(sources) > 1 else "")
+        _print_loss(name, source, *numbers, vocab=job.vocabulary_of(source))
         _refuse_bad(source, *numbers[:2], vocab=job.vocabulary_of(source), allowed=job.kd.allow_bad_teacher)
 
 
@@ -87,19 +88,19 @@ _NOTHING = (0.0, 0.0)
 
 
 def _print_loss(
-    fingerprint: str, source: TeacherSource, nats: float, tokens: float, bits: float, size: float, *, vocab: int
+    name: str, source: TeacherSource, nats: float, tokens: float, bits: float, size: float, *, vocab: int
 ) -> None:
     """Print the line of one teacher.
 
     Args:
-        fingerprint: fingerprint of all teachers together.
+        name: fingerprint of all teachers together, with several followed by the flag and folder of this one.
         source: this teacher.
         nats, tokens: sum of its cross-entropy, and number of tokens.
         bits, size: the same in bits, and number of bytes of text; 0 if not known.
         vocab: size of its vocabulary.
     """
     if not tokens:
-        logger.info(f"teacher {fingerprint}: the cache has no text of the first validation microbatch")
+        logger.info(f"teacher {name}: the cache has no text of the first validation microbatch")
         return
     ce = nats / tokens
     if not math.isfinite(ce):
@@ -109,7 +110,7 @@ def _print_loss(
         )
     per_byte = f", {bits / size:.4f} bits per byte" if size else ""
     logger.info(
-        f"teacher {fingerprint}: CE {ce:.4f}, perplexity {perplexity(ce):.2f}{per_byte} on the first "
+        f"teacher {name}: CE {ce:.4f}, perplexity {perplexity(ce):.2f}{per_byte} on the first "
         f"validation microbatch (uniform baseline: CE ln V = {math.log(vocab):.4f}, perplexity {vocab})"
     )
 

@@ -137,6 +137,8 @@ def test_each_text_has_the_teacher_that_predicts_it_best(job: SmallJob, tmp_path
     result = trained(job, other_teacher(job, **changes), ranks=2)
     assert "for each text the best of" in result.output
     assert re.search(r"partition_kl, \d+ of 307 student tokens", result.output)
+    for folder in (job.root / "other", job.teacher):
+        assert re.search(rf"teacher \w+, --kd-teacher-hf {re.escape(str(folder))}: CE \d", result.output)
     lines = [line for line in result.metrics if "kd" in line]
     assert len(lines) == 2
     for line in lines:
