@@ -20,10 +20,10 @@ from mkd.checkpoint.integrity import DAMAGE, changed_files, changed_index, find_
 from mkd.checkpoint.tokenizer_hash import ASSETS, hash_hex, tokenizer_hash
 from mkd.compat.unpickling import allowed_classes_only, load_object
 from mkd.errors import MkdCheckpointError, MkdError
+from mkd.utils.folder_formats import TRACKER, hf_hint
 from mkd.utils.json_files import read_json, read_regular
 from mkd.utils.near_paths import near_path_hint
 
-TRACKER = "latest_checkpointed_iteration.txt"
 TRACKER_BYTES = 1 << 20
 """Largest tracker that is read; one has a few digits."""
 _MOST_DIGITS = 18
@@ -203,7 +203,8 @@ class MegatronFolder:
             return self.path
         tracker = self.path / TRACKER
         if not tracker.is_file():
-            raise self.error(f"there is no {TRACKER}; give the folder that --save wrote, or one of its iter_ folders")
+            hint = hf_hint(self.path, self.flag) or "; give the folder that --save wrote, or one of its iter_ folders"
+            raise self.error(f"there is no {TRACKER}{hint}")
         try:
             text = read_regular(tracker, TRACKER_BYTES).decode(errors="replace").strip()
         except ValueError as error:

@@ -45,6 +45,7 @@ from mkd.config.run_state import RunState
 from mkd.cpu.flags import set_cpu_values
 from mkd.cpu.machine_needs import check_machine_needs
 from mkd.errors import MkdCheckpointError, MkdConfigError, MkdNodeError
+from mkd.utils.folder_formats import TRACKER, hf_hint
 from mkd.utils.json_files import require_regular_files
 from mkd.utils.logging import logger
 from mkd.utils.pretrained import code_needed, remote_code_refused
@@ -203,7 +204,7 @@ def _has_fused_weight_gradient() -> bool:
 
 def has_checkpoint(folder: str | None) -> bool:
     """True if a Megatron checkpoint folder has a checkpoint."""
-    return folder is not None and (Path(folder) / "latest_checkpointed_iteration.txt").is_file()
+    return folder is not None and (Path(folder) / TRACKER).is_file()
 
 
 def saves_where_it_loads(args: Namespace) -> bool:
@@ -220,17 +221,16 @@ def check_load(args: Namespace, kd: KDConfig, state: RunState) -> None:
                 "the student's initial weights: give one of them"
             )
         if not has_checkpoint(args.pretrained_checkpoint):
+            remedy = hf_hint(Path(args.pretrained_checkpoint), "--pretrained-checkpoint") or ": correct the path"
             raise MkdCheckpointError(
-                f"--pretrained-checkpoint {args.pretrained_checkpoint} has no checkpoint (no "
-                "latest_checkpointed_iteration.txt there): correct the path"
+                f"--pretrained-checkpoint {args.pretrained_checkpoint} has no checkpoint (no {TRACKER} there){remedy}"
             )
     # The first start of a job that restarts itself: --load and --save are one folder, which is still empty.
     if args.load is None or state.resumes or saves_where_it_loads(args):
         return
-    raise MkdCheckpointError(
-        f"--load {args.load} has no checkpoint (no latest_checkpointed_iteration.txt there): correct the path, or "
-        "leave --load out to start from step 0"
-    )
+    remedy = hf_hint(Path(args.load), "--pretrained-checkpoint")
+    remedy = remedy or ": correct the path, or leave --load out to start from step 0"
+    raise MkdCheckpointError(f"--load {args.load} has no checkpoint (no {TRACKER} there){remedy}")
 
 
 def true_vocabulary(args: Namespace) -> int:

@@ -20,6 +20,7 @@ from mkd.checkpoint.staged_reads import Staging
 from mkd.checkpoint.tokenizer_hash import ASSETS, read_json_object, tokenizer_hash
 from mkd.errors import MkdCheckpointError
 from mkd.utils.atomic_files import copy_file, write_bytes
+from mkd.utils.folder_formats import CONFIG, megatron_hint
 from mkd.utils.hub_folder import download_hint, model_folder
 from mkd.utils.tokenizer_files import PROCESSOR_FILES, TOKENIZER_FILES
 
@@ -161,8 +162,9 @@ class HFFolder:
         names = {entry.name for entry in self.path.iterdir()}
         if not names:
             raise self.error("the folder is empty")
-        if "config.json" not in names:
-            raise self.error("there is no config.json; give the folder of a Hugging Face model")
+        if CONFIG not in names:
+            hint = megatron_hint(self.path, self.flag) or "; give the folder of a Hugging Face model"
+            raise self.error(f"there is no {CONFIG}{hint}")
         if not names & {WEIGHTS, INDEX}:
             raise self.error(f"there is neither {WEIGHTS} nor {INDEX}; other weight formats are not read")
 
