@@ -26,17 +26,13 @@ from mkd.config.megatron_args import ARGUMENT_CHECKS, CommandLine, adopt_archite
 from mkd.config.sample_prompts import check_on_policy, check_sampling, check_tasks
 from mkd.data.sources.stores import is_chat_file
 from mkd.errors import MkdConfigError, MkdNodeError
-from mkd.job.checkpoints import (
-    adopt_from_checkpoint,
-    check_checkpoint,
-    check_first_weights,
-    check_position,
-    select_checkpoint,
-)
 from mkd.job.cross_tokenizer import CrossTokenizers, sort_teachers
 from mkd.job.data import JobData, folder_of_tokenizer, hash_of_tokenizer
 from mkd.job.epochs import set_iterations
 from mkd.job.on_policy import on_policy_of
+from mkd.job.resume.compare import check_checkpoint
+from mkd.job.resume.position import check_position
+from mkd.job.resume.selection import adopt_from_checkpoint, check_first_weights, select_checkpoint
 from mkd.job.samples import SampleWriter, TaskEvaluation
 from mkd.job.teacher import TeacherSpec, check_teacher_fits, teacher_source, teacher_spec
 from mkd.models.adapted_layers import AdaptedLinear

@@ -19,7 +19,7 @@ from mkd.checkpoint.resume_point import changed_settings, check_same_job, check_
 from mkd.checkpoint.saving import OWNER, Saving
 from mkd.config.run_state import RunState
 from mkd.errors import MkdCheckpointError, MkdConfigError
-from mkd.job.checkpoints import select_checkpoint
+from mkd.job.resume.selection import select_checkpoint
 from mkd.utils.atomic_files import replacing
 from tests.support.torch_dist_folders import SHARD, flip_a_byte, name_of, truncate, write_checkpoint
 

@@ -1,4 +1,4 @@
-"""mkd/job/checkpoints.py: what a job compares with the checkpoint that it resumes from."""
+"""mkd/job/resume/: what a job compares with the checkpoint that it resumes from."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -11,8 +11,9 @@ from mkd.checkpoint.resume_point import ResumePoint
 from mkd.config.kd_config import KDConfig
 from mkd.config.run_state import RunState
 from mkd.errors import MkdConfigError
-from mkd.job import checkpoints
-from mkd.job.checkpoints import check_optimizer_layout, check_position, check_same_optimizer
+from mkd.job.resume import position
+from mkd.job.resume.optimizer import check_optimizer_layout, check_same_optimizer
+from mkd.job.resume.position import check_position
 from tests.support.chats import MARKED, PLAIN, chat_tokenizer
 from tests.support.e2e.small_job import write_data
 
@@ -40,7 +41,7 @@ def names(tmp_path: Path) -> list[str]:
 def resumed(
     monkeypatch: pytest.MonkeyPatch, stored: Namespace, args: Namespace, options: KDConfig | None = None
 ) -> list[str]:
-    monkeypatch.setattr(checkpoints, "MegatronFolder", lambda path, flag: SimpleNamespace(args=stored))
+    monkeypatch.setattr(position, "MegatronFolder", lambda path, flag: SimpleNamespace(args=stored))
     return check_position(args, options or kd(), RunState(), POINT)
 
 
