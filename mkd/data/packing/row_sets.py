@@ -19,7 +19,7 @@ from mkd.data.sources.document_rows import DocumentRows
 from mkd.data.sources.preview import preview
 from mkd.data.sources.stores import ChatStore, DocumentStore, chat_base, is_chat_file, part_of, tokenize_chat
 from mkd.data.sources.token_files import TokenFile
-from mkd.errors import MkdDataError
+from mkd.errors import MkdDataError, MkdError
 
 
 @dataclass(frozen=True)
@@ -167,10 +167,20 @@ class RowSets:
 
 
 def _first_rank_first[Result](call: Callable[[], Result]) -> Result:
-    """Call on rank 0, which fills the data cache, and then on the other ranks."""
+    """Call on rank 0, which fills the data cache, and then on the other ranks. Collective over all ranks.
+
+    Raises:
+        MkdError: on all ranks, if it is raised on rank 0.
+    """
     if not dist.is_initialized():
         return call()
+    failure: list[MkdError | None] = [None]
     if dist.get_rank() == 0:
-        result = call()
-    dist.barrier()
+        try:
+            result = call()
+        except MkdError as error:
+            failure = [error]
+    dist.broadcast_object_list(failure)
+    if failure[0] is not None:
+        raise failure[0]
     return result if dist.get_rank() == 0 else call()
