@@ -24,6 +24,7 @@ VALUES: dict[str, Any] = {
     "moe_permute_fusion": False,
     "moe_router_fusion": False,
     "cuda_graph_impl": "none",
+    "external_cuda_graph": False,  # an older flag of the same
     "nccl_ub": False,
     "use_sharp": False,
 }

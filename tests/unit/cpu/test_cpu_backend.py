@@ -235,6 +235,12 @@ def test_flags_of_a_gpu_job_on_cpu():
     assert set_cpu_values(args) == []
 
 
+def test_older_flag_of_graphs_on_cpu():
+    args = default_arguments()
+    args.external_cuda_graph = True  # Megatron turns it into --cuda-graph-impl later
+    assert "external_cuda_graph" in set_cpu_values(args) and not args.external_cuda_graph
+
+
 @pytest.mark.parametrize("name, value", [("fp8", "hybrid"), ("fp8", "e4m3"), ("fp4", "e2m1")])
 def test_unsupported_arithmetic_on_cpu(name, value):
     args = default_arguments()
