@@ -53,6 +53,7 @@ UNSUPPORTED: dict[str, str] = {
     "--heterogeneous-layers-config-path": "leave it out (mkd trains models with layers of one size)",
     "--heterogeneous-layers-config-encoded-json": "leave it out (mkd trains models with layers of one size)",
     "--adlr-autoresume": "leave it out (at SIGTERM and SIGUSR1 mkd saves and ends; docs/slurm.md)",
+    "--enable-cuda-graph": "give --cuda-graph-impl transformer_engine (docs/layouts.md)",
     "--fake-process-group": "leave it out (mkd doctor checks a job for more GPUs than there are)",
     "--non-persistent-save-interval": "give --save-interval and --kd-keep-last, which removes older checkpoints",
     "--non-persistent-ckpt-type": "give --save-interval and --kd-keep-last, which removes older checkpoints",
