@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mkd import cpu
-from mkd.errors import MkdConfigError, MkdPackageError
+from mkd.errors import MkdConfigError, MkdNodeError, MkdPackageError
 
 NEED_GPU: dict[str, Callable[[Namespace], bool]] = {
     "--profile": lambda args: args.profile and not args.use_pytorch_profiler,
@@ -15,12 +15,12 @@ NEED_GPU: dict[str, Callable[[Namespace], bool]] = {
     "--log-straggler": lambda args: args.log_straggler,
     "--log-device-memory-used": lambda args: args.log_device_memory_used,
     "--optimizer-cuda-graph": lambda args: args.optimizer_cuda_graph,
+    "--use-precision-aware-optimizer": lambda args: args.use_precision_aware_optimizer,
     "--gpu-sniff-test-interval": lambda args: args.gpu_sniff_test_interval is not None,
 }
 """Flag -> whether it is given."""
 
 NEED_TRANSFORMER_ENGINE: dict[str, Callable[[Namespace], bool]] = {
-    "--use-precision-aware-optimizer": lambda args: args.use_precision_aware_optimizer,
     "--cpu-offloading-num-layers": lambda args: args.cpu_offloading_num_layers > 0,
     "--save-activations-interval": lambda args: args.save_activations_interval is not None,
     "--save-dgrads-interval": lambda args: args.save_dgrads_interval is not None,
@@ -34,6 +34,13 @@ NEED_PACKAGE: dict[str, tuple[Callable[[Namespace], bool], tuple[str, str]]] = {
     "--log-straggler": (lambda args: args.log_straggler, _MONITORED),
     "--log-device-memory-used": (lambda args: args.log_device_memory_used, _MONITORED),
     "--enable-ft-package": (lambda args: args.enable_ft_package, _RESILIENT),
+    # The layers of Transformer Engine need the same package.
+    "--use-precision-aware-optimizer": (
+        lambda args: (
+            args.use_precision_aware_optimizer and not args.optimizer_cpu_offload and args.transformer_impl == "local"
+        ),
+        ("transformer_engine", "transformer-engine"),
+    ),
 }
 """Flag -> (whether it is given, names of its package for `import` and for pip)."""
 
@@ -46,6 +53,7 @@ def check_machine_needs(args: Namespace) -> None:
 
     Raises:
         MkdConfigError: naming the flag.
+        MkdNodeError: a file is missing.
     """
     for flag, is_given in NEED_GPU.items():
         if cpu.is_target() and is_given(args):
@@ -63,4 +71,4 @@ def check_machine_needs(args: Namespace) -> None:
     for flag in FILES:
         path = getattr(args, flag.removeprefix("--").replace("-", "_"))
         if path is not None and not Path(path).is_file():
-            raise MkdConfigError(f"{flag} {path} is not a file: correct the path")
+            raise MkdNodeError(f"{flag} {path} is not a file: correct the path")

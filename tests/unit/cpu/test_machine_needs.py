@@ -10,7 +10,7 @@ from mkd import cpu
 from mkd.config.flags import default_arguments
 from mkd.cpu import machine_needs
 from mkd.cpu.machine_needs import check_machine_needs
-from mkd.errors import MkdConfigError, MkdPackageError
+from mkd.errors import MkdConfigError, MkdNodeError, MkdPackageError
 
 
 def arguments(**changes: Any) -> Namespace:
@@ -38,7 +38,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"gpu_sniff_test_interval": 10}, "--gpu-sniff-test-interval needs a GPU"),
         ({"optimizer_cuda_graph": True}, "--optimizer-cuda-graph needs a GPU"),
         ({"fp32_residual_connection": True}, "--fp32-residual-connection needs the layers of Transformer Engine"),
-        ({"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer needs the layers of Transformer"),
+        ({"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer needs a GPU"),
         ({"save_dgrads_interval": 1}, "--save-dgrads-interval needs the layers of Transformer Engine"),
     ],
 )
@@ -57,6 +57,17 @@ def test_layers_of_megatron_itself_lack_them_on_a_gpu_too(on_gpu: None) -> None:
         check_machine_needs(arguments(fp32_residual_connection=True, transformer_impl="local"))
 
 
+def test_an_optimizer_of_transformer_engine_works_with_layers_of_megatron_itself(
+    on_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"use_precision_aware_optimizer": True, "transformer_impl": "local"}
+    check_machine_needs(arguments(**given, optimizer_cpu_offload=True))
+    with pytest.raises(MkdPackageError, match="--use-precision-aware-optimizer needs the package transformer-engine"):
+        check_machine_needs(arguments(**given))
+    monkeypatch.setattr(machine_needs, "find_spec", lambda name: object())
+    check_machine_needs(arguments(**given))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -72,5 +83,5 @@ def test_packages_that_are_missing(changes: dict[str, Any], message: str, on_gpu
 def test_files_that_are_missing(tmp_path: Path, on_gpu: None) -> None:
     (tmp_path / "recipe.yaml").write_text("{}")
     check_machine_needs(arguments(te_precision_config_file=str(tmp_path / "recipe.yaml")))
-    with pytest.raises(MkdConfigError, match=r"--te-precision-config-file .*absent\.yaml is not a file"):
+    with pytest.raises(MkdNodeError, match=r"--te-precision-config-file .*absent\.yaml is not a file"):
         check_machine_needs(arguments(te_precision_config_file=str(tmp_path / "absent.yaml")))
