@@ -59,6 +59,8 @@ class _Text[W, A]:
 
     work: W
     answer: Future[A] = field(default_factory=Future)
+    was_answered: bool = False
+    """True if an answer has arrived once, which may not have been verified."""
 
 
 @dataclass
@@ -102,7 +104,8 @@ class ScoringPool[M: ServedModel, W, A]:
         self._closing = threading.Event()
         self._problem = ""
         self.answered_at = time.monotonic()
-        """Time of the last answer."""
+        """Time of the last answer to a text that had none yet, or of the last answers that were verified: a server that
+        fails each time before its answers are verified is as silent as one without answers."""
         for model in models:
             address: _Address[M, W, A] = _Address(model)
             for number in range(IN_FLIGHT):
@@ -169,13 +172,15 @@ class ScoringPool[M: ServedModel, W, A]:
             self._known.check(now, str(model.server), "at the start of this run")
             for text, answer in work:
                 text.answer.set_result(answer)
+            self.answered_at = time.monotonic()
         else:
             answer = self._compute(model, work.work)
             with self._change:
                 address.busy -= 1
                 address.unverified.append((work, answer))
                 self._change.notify_all()
-        self.answered_at = time.monotonic()
+            if not work.was_answered:
+                work.was_answered, self.answered_at = True, time.monotonic()
         if address.is_lost:
             address.is_lost = False
             logger.info(f"{model.server} answers again", extra=EVERY_RANK)

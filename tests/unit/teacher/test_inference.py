@@ -382,6 +382,29 @@ def test_a_server_with_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
             wait(pool, [pool.submit(TEXT)])
 
 
+def test_a_server_that_always_fails_before_its_answers_are_verified(
+    vllm: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers the same texts again and again, of which none is used."""
+    monkeypatch.setattr(pool_module, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(pool_module, "_LONGEST_PAUSE_S", 0.01)
+    with running(vllm) as pool:
+        true_score, known = ServedModel.score, pool._known.text
+
+        def score(model: ServedModel, text: Any, *options: int) -> TokenScores:
+            if tuple(text) == known:
+                raise ServerLost("out of memory")
+            return true_score(model, text, *options)
+
+        monkeypatch.setattr(ServedModel, "score", score)
+        answers, began, sent = [pool.submit(TEXT[:n]) for n in (7, 8, 9)], time.monotonic(), len(vllm.texts)
+        with pytest.raises(MkdTeacherTimeout, match=r"has not answered for .*out of memory"):
+            while time.monotonic() < began + 20.0:
+                pool.check_silence(began, 1.0)
+                time.sleep(0.01)
+        assert len(vllm.texts) > sent + 2 * len(answers) and not any(answer.done() for answer in answers)
+
+
 def test_a_silent_server(vllm: StandIn) -> None:
     with running(vllm) as pool:
         vllm.fault = "busy"
