@@ -395,6 +395,8 @@ class _Handler(BaseHTTPRequestHandler):
         choice = {"index": 0, "text": "x", "logprobs": None, "finish_reason": reason, "stop_reason": None}
         if outer.fault != "no ids":
             choice |= {"token_ids": new, "prompt_token_ids": body["prompt"]}
+        if outer.fault == "another prompt":
+            choice["prompt_token_ids"] = body["prompt"][::-1]
         count = {"two choices": 2, "no choice": 0}.get(outer.fault, 1)
         self._json(200, {"object": "text_completion", "model": outer.name, "choices": [choice] * count, "usage": {}})
 
@@ -406,6 +408,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         new, reason = self._sample(body["input_ids"], options, options["max_new_tokens"], options["sampling_seed"])
         answer = {"text": "x", "meta_info": {"finish_reason": {"type": reason}, "completion_tokens": len(new)}}
+        answer["meta_info"]["prompt_tokens"] = len(body["input_ids"]) - (outer.fault == "another prompt")
         if outer.fault != "no ids":
             answer["output_ids"] = new
         self._json(200, [answer] if outer.fault == "two choices" else answer)

@@ -1,7 +1,7 @@
 """The requests and answers of vLLM and SGLang for texts with token ids, and for new weights."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mkd.errors import MkdTeacherError
@@ -41,8 +41,12 @@ class WritingApi(Protocol):
         """The request for a text."""
         ...
 
-    def read(self, answer: Any) -> tuple[list[Any], Any]:
-        """The token ids in an answer, and the reason for its end: `stop`, `length`, or another one."""
+    def read(self, answer: Any, prompt: Sequence[int]) -> tuple[list[Any], Any]:
+        """The token ids in the answer to a prompt, and the reason for its end: `stop`, `length`, or another one.
+
+        Raises:
+            _Malformed: it has no ids, or is the answer to another prompt.
+        """
         ...
 
     def load(self, server: HttpServer, folder: str) -> None:
@@ -74,7 +78,7 @@ def write_text(api: WritingApi, server: HttpServer, model: str, request: Request
     body = json.dumps(api.body(model, request, options, seed), separators=(",", ":")).encode()
     answer = server.post(api.path(), body, _FIXED_BYTES + _TOKEN_BYTES * (len(request.prompt) + options.tokens))
     try:
-        tokens, reason = api.read(answer)
+        tokens, reason = api.read(answer, request.prompt)
         if not isinstance(tokens, list):
             raise _Malformed("without a list of token ids")
         return _checked(tokens, reason, server, api, options)
@@ -162,9 +166,12 @@ class VllmWriting:
             "return_token_ids": True,
         }
 
-    def read(self, answer: Any) -> tuple[list[Any], Any]:
+    def read(self, answer: Any, prompt: Sequence[int]) -> tuple[list[Any], Any]:
         """See `WritingApi`."""
         (choice,) = answer["choices"]
+        echo = choice.get("prompt_token_ids")
+        if echo is not None and list(echo) != list(prompt):
+            raise _another_prompt(len(echo), prompt)
         if "token_ids" not in choice:
             raise _Malformed("without token_ids: mkd needs vLLM 0.11 or later")
         return choice["token_ids"], choice["finish_reason"]
@@ -203,9 +210,12 @@ class SglangWriting:
             "stream": False,
         }
 
-    def read(self, answer: Any) -> tuple[list[Any], Any]:
+    def read(self, answer: Any, prompt: Sequence[int]) -> tuple[list[Any], Any]:
         """See `WritingApi`."""
-        reason = answer["meta_info"]["finish_reason"]
+        meta = answer["meta_info"]
+        reason, count = meta["finish_reason"], meta.get("prompt_tokens", len(prompt))
+        if count != len(prompt):
+            raise _another_prompt(count, prompt)
         if "output_ids" not in answer:
             raise _Malformed("without output_ids: mkd needs SGLang 0.5 or later")
         return answer["output_ids"], reason["type"]
@@ -216,6 +226,13 @@ class SglangWriting:
         if not isinstance(answer, dict) or answer.get("success") is not True:
             message = answer.get("message") if isinstance(answer, dict) else answer
             raise MkdTeacherError(f"{server.flags.url} {server} does not load {folder}: {message!s:.300}")
+
+
+def _another_prompt(count: Any, prompt: Sequence[int]) -> _Malformed:
+    return _Malformed(
+        f"of {len(prompt)} tokens with a text after another one, of {count!s:.20} tokens: it must neither cut prompts "
+        "nor add special tokens, and nothing in between may mix answers"
+    )
 
 
 def _sampling(options: Decoding) -> dict[str, Any]:

@@ -120,7 +120,7 @@ VLLM_ANSWER = {
 
 
 def test_an_answer_of_vllm() -> None:
-    assert WRITING_APIS["vllm"]().read(VLLM_ANSWER) == ([34, 41], "length")
+    assert WRITING_APIS["vllm"]().read(VLLM_ANSWER, (5, 7, 9)) == ([34, 41], "length")
 
 
 FAULTS = {
@@ -133,6 +133,7 @@ FAULTS = {
     "early": "stops after 1 tokens without an end token of the student's tokenizer",
     "reason": "ends for the reason content_filter",
     "no ids": "without (token_ids|output_ids): mkd needs",
+    "another prompt": "of 3 tokens with a text after another one, of [23] tokens: it must neither cut prompts",
     "two choices": "in another form than .*: is --kd-rollout-api right",
     "redirect": "redirects to 'http://127.0.0.2",
     "page": "something else than JSON",
