@@ -233,6 +233,8 @@ class _Handler(BaseHTTPRequestHandler):
         cards = [card, {**card, "id": "adapter"}] if outer.fault == "two models" else [card]
         if outer.fault == "no owner":
             card["owned_by"] = "somebody"
+        if outer.fault == "strange owner":
+            card["owned_by"] = {}
         with suppress(OSError):
             if self.path in _LOADING:
                 is_there = outer.load is not None and outer.api == _LOADING[self.path]
@@ -295,6 +297,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(200, b"[" * 100_000)
             case "key":
                 self._json(401, {"error": "Unauthorized"})
+            case "not implemented":
+                self._json(501, {"detail": "Not Implemented"})
             case "busy":
                 self._json(503, {"detail": "overloaded"})
             case "half":

@@ -22,6 +22,8 @@ _PIECE_BYTES = 1 << 20
 _QUOTED = 400
 """Characters of a server's own message that an error quotes."""
 _TRANSIENT = {408, 425, 429}
+_NEVER = {501, 505}
+"""Statuses of 500 and above with which a server answers a request that it does not know at all."""
 
 
 class ServerLost(Exception):
@@ -77,13 +79,19 @@ class ServerAddress:
         )
         try:
             parts = urlsplit(text)
-            port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+            usual = {"http": 80, "https": 443}[parts.scheme]
+            port = usual if parts.port is None else parts.port
             query = parse_qs(parts.query, strict_parsing=bool(parts.query))
         except (ValueError, KeyError):
             raise wrong from None
         is_plain = not (parts.username or parts.password or parts.fragment) and set(query) <= {"model"}
+        is_plain = is_plain and port > 0 and "%" not in (parts.hostname or "")
         if not parts.hostname or not is_plain or not text.isascii() or not text.isprintable() or " " in text:
             raise wrong
+        try:
+            parts.hostname.encode("idna")
+        except UnicodeError:  # an empty part, or one that is too long
+            raise wrong from None
         path = parts.path.rstrip("/")
         for end in ("/completions", "/generate", "/v1"):
             path = path.removesuffix(end)
@@ -141,6 +149,9 @@ class HttpServer:
             timeout_s: longest time of one request.
             connections: number of threads that use it.
             flags: the names of its use.
+
+        Raises:
+            MkdConfigError: the key in the environment cannot be one.
         """
         self.address, self.flags, self._timeout_s = address, flags, timeout_s
         kind = urllib3.HTTPSConnectionPool if address.scheme == "https" else urllib3.HTTPConnectionPool
@@ -150,6 +161,11 @@ class HttpServer:
         self._pool.ConnectionCls = type("_TimedConnection", (kind.ConnectionCls,), {"response_class": timed})
         self._headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
         if key := os.environ.get(flags.key):
+            if not (key.isascii() and key.isprintable()):
+                raise MkdConfigError(
+                    f"{flags.key} has characters that no key has, such as a line break at its end: set it to the key "
+                    "alone"
+                )
             self._headers["Authorization"] = f"Bearer {key}"
 
     def __str__(self) -> str:
@@ -201,7 +217,7 @@ class HttpServer:
         if response.status == 200:
             return self._parse(content, most_bytes)
         text = " ".join(content[: 4 * _QUOTED].decode(errors="replace").split())[:_QUOTED]
-        if response.status >= 500 or response.status in _TRANSIENT:
+        if (response.status >= 500 and response.status not in _NEVER) or response.status in _TRANSIENT:
             lost = ServerLost(f"{self} answers with status {response.status}: {text}")
             lost.status = response.status
             raise lost

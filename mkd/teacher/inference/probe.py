@@ -82,7 +82,7 @@ def find_model(server: HttpServer, address: ServerAddress, api: str, flag: str) 
         raise MkdTeacherError(f"{flag} {address} serves the models {listed:.300}: {remedy}")
     card: dict[str, Any] = wanted[0]
     found = card.get("owned_by")
-    if api == "auto" and found not in APIS:
+    if api == "auto" and not (isinstance(found, str) and found in APIS):
         raise MkdTeacherError(
             f"{flag} {address} does not report whether it is vLLM or SGLang (owned_by is {found!r:.60}): give "
             f"{server.flags.api} {' or '.join(APIS)}"

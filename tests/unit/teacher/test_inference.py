@@ -24,7 +24,7 @@ from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.inference import http, texts
 from mkd.teacher.inference import pool as pool_module
 from mkd.teacher.inference.apis import APIS
-from mkd.teacher.inference.http import HttpServer, ServerAddress, ServerLost
+from mkd.teacher.inference.http import HttpServer, ServerAddress, ServerLost, ServerRefusal
 from mkd.teacher.inference.known_text import NAME, KnownText, KnownTextFile
 from mkd.teacher.inference.pool import ScoringPool, ServedModel
 from mkd.teacher.inference.probe import SHORT, Probe, find_model
@@ -297,6 +297,7 @@ def test_probe_compares_addresses(servers: dict[str, StandIn], vllm: StandIn) ->
         ("", "auto", "", "vllm"),
         ("", "sglang", "", "sglang"),
         ("no owner", "vllm", "", "vllm"),
+        ("strange owner", "auto", "", "does not report whether it is vLLM or SGLang .*--kd-teacher-api"),
         ("no owner", "auto", "", "does not report whether it is vLLM or SGLang .*--kd-teacher-api"),
         ("two models", "auto", "", r"serves the models t, adapter: give one as \?model=NAME"),
         ("two models", "auto", "/?model=t", "vllm"),
@@ -325,6 +326,9 @@ def test_finding_the_model(vllm: StandIn, fault: str, api: str, url: str, words:
         ("http://user:secret@host", None),
         ("ftp://host", None),
         ("http://host:99999", None),
+        ("http://host:0", None),
+        ("http://[fe80::1%eth0]:8000", None),
+        ("http://a..b", None),
         ("http:///v1", None),
         ("http://host/?key=1", None),
         ("http://ho st", None),
@@ -349,6 +353,22 @@ def test_environment(vllm: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def texts_of(count: int) -> list[list[int]]:
     return [[(7 * n + 3 * i) % VOCAB for i in range(8)] for n in range(count)]
+
+
+@pytest.mark.parametrize("key", ["abc\n", "a\rb", "k\u00e9y"])
+def test_keys_that_are_none(vllm: StandIn, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    """They are not in the message, which is logged."""
+    monkeypatch.setenv("MKD_TEACHER_API_KEY", key)
+    with pytest.raises(MkdConfigError, match=r"^MKD_TEACHER_API_KEY has characters that no key has") as error:
+        model_at(vllm)
+    assert key.strip() not in str(error.value)
+
+
+def test_a_route_that_is_not_implemented(vllm: StandIn) -> None:
+    """It never will be, so the request is not sent again."""
+    vllm.fault = "not implemented"
+    with pytest.raises(ServerRefusal, match="status 501"):
+        model_at(vllm).score(TEXT, TOP_K, VOCAB)
 
 
 def test_a_killed_server(monkeypatch: pytest.MonkeyPatch) -> None:
