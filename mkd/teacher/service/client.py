@@ -102,6 +102,12 @@ class ServedTeacher(WholeRowTeacher[_Request]):
                 f"the {answers.name} of the teacher {facts.fingerprint} ({facts.description}) are not finite: its "
                 "weights are damaged, or it overflows in its precision (--kd-teacher-dtype of mkd serve-teacher)"
             )
+        if self._targets is not None and not self._targets.have_valid_ids(answer.tensors[0]):
+            raise MkdTeacherError(
+                f"the {answers.name} of the teacher {facts.fingerprint} ({facts.description}) have token ids outside "
+                f"of the vocabulary of {self._targets.vocab} tokens, or in another order: is it the same version of "
+                "mkd?"
+            )
         return answer.tensors[0]
 
     def _receive(self, pending: PendingRequest[_Request]) -> Received:

@@ -84,6 +84,10 @@ class TopKTargets:
         lse, tail_lse, label = sums.unbind(-1)
         return all(bool(one.isfinite().all()) for one in (logits, lse, label)) and bool((tail_lse < math.inf).all())
 
+    def have_valid_ids(self, words: Tensor) -> bool:
+        """True if the ids of an answer are of the vocabulary: others would be in no rank's part of it."""
+        return _are_below(words[:, : self.top_k], self.vocab)
+
     def signal(self, words: Tensor) -> TopKSignal:
         """The signal of a microbatch, from [b, s/cp, columns] int32 on any device."""
         ids, logits, sums = self._split(words)
@@ -148,6 +152,11 @@ class SampledTargets:
     def is_finite(self, words: Tensor) -> bool:
         return bool(words[:, self.samples :].contiguous().view(torch.float64).isfinite().all())
 
+    def have_valid_ids(self, words: Tensor) -> bool:
+        """As for top-k targets; they also ascend, for the counts in `signal`."""
+        ids = words[:, : self.samples]
+        return _are_below(ids, self.vocab) and bool((ids.diff(dim=1) >= 0).all())
+
     def signal(self, words: Tensor) -> TopKSignal:
         ids, label = words[..., : self.samples], words[..., self.samples :].contiguous().view(torch.float64)
         # The relative frequency stands in for the teacher's probability, as in a cache; repeated ids add their counts.
@@ -157,6 +166,10 @@ class SampledTargets:
         nothing = torch.zeros_like(logits[..., 0])
         sparse = SparseTeacher(ids, logits, nothing, None, self.temperature, torch.ones_like(ids))
         return TopKSignal(sparse, label[..., 0].float())
+
+
+def _are_below(ids: Tensor, vocab: int) -> bool:
+    return not ids.numel() or (int(ids.min()) >= 0 and int(ids.max()) < vocab)
 
 
 Targets = TopKTargets | SampledTargets
