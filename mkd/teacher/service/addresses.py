@@ -17,7 +17,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-from mkd.errors import MkdConfigError
+from mkd.errors import MkdConfigError, MkdTeacherError
 from mkd.teacher.service.socket_file import SCHEME, SocketFile
 
 TOKEN = "MKD_TEACHER_TOKEN"
@@ -172,7 +172,7 @@ def client_socket(
     """A socket that connects to a service, and keeps trying to, and the socket of its connection's events.
 
     Raises:
-        MkdTeacherError: see `SocketFile.check_service`.
+        MkdTeacherError: see `SocketFile.check_service`; or the host is no name.
     """
     if isinstance(address, SocketFile):
         address.check_service()
@@ -187,7 +187,15 @@ def client_socket(
     events |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     events |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     monitor = socket.get_monitor_socket(events)
-    socket.connect(str(address))
+    try:
+        socket.connect(str(address))
+    except zmq.ZMQError as error:
+        socket.disable_monitor()
+        monitor.close(0)
+        socket.close(0)
+        raise MkdTeacherError(
+            f"{address} is no address to connect to ({zmq.strerror(error.errno)}): correct it"
+        ) from None
     return socket, monitor
 
 

@@ -22,6 +22,8 @@ _FACTS_BYTES = 64 << 10
 _IN_FLIGHT = 4
 """Requests that an address has at one time: enough to keep it busy, few enough to share the work."""
 _POLL_MS = 1_000
+_MOST_AT_ONCE = 64
+"""Messages of one address that are read before other work."""
 
 
 @dataclass
@@ -207,7 +209,9 @@ class TeacherConnections:
 
     def _serve(self, link: _Link) -> bool:
         """Read what has arrived on a connection; False if it is lost."""
-        while link.socket.poll(0):
+        for _ in range(_MOST_AT_ONCE):  # one that sends without end does not keep others from being read
+            if not link.socket.poll(0):
+                break
             self._receive(link, link.socket.recv_multipart(copy=False))
         while link.monitor.poll(0):
             event = recv_monitor_message(link.monitor)["event"]

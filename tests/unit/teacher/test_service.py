@@ -21,7 +21,8 @@ from mkd.losses import LinearLogits, LogitMap, VocabLayout, teacher_top_k
 from mkd.losses.measure.sampling import sample_teacher_tokens
 from mkd.teacher.cache.sampling import count_ids, stratified_uniforms
 from mkd.teacher.service.addresses import TOKEN, Secret, ServiceAddress, require_secret
-from mkd.teacher.service.answers import HiddenAnswers, Uploads
+from mkd.teacher.service.answers import HiddenAnswers, TargetAnswers, Uploads
+from mkd.teacher.service.client import ServedTeacher
 from mkd.teacher.service.connections import TeacherConnections, request_facts
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.messages import Kind, Message, ProtocolError
@@ -252,6 +253,24 @@ def test_sampled_targets_are_those_of_a_cache() -> None:
     assert targets.compute(replace(teacher, hidden=hidden[:0]), labels[:0], uniforms[:0], None).shape == (0, 12)
 
 
+@pytest.mark.parametrize("kind", [TopKTargets, SampledTargets])
+def test_targets_with_other_token_ids_are_refused(kind: type[TopKTargets | SampledTargets]) -> None:
+    targets = kind(3, 50, 1.0)
+    answers = TargetAnswers(FACTS, SimpleNamespace(leads_replica=False), targets)
+    client = ServedTeacher.__new__(ServedTeacher)
+    client._answers, client._facts, client._targets = answers, FACTS, targets
+    words = torch.zeros(2, targets.columns, dtype=torch.int32)
+
+    def read(*ids: int) -> Tensor:
+        words[1, :3] = torch.tensor(ids)
+        return client._read(2, Message(Kind.TARGETS, 0, {"fingerprint": FACTS.fingerprint}, (words,)))
+
+    assert read(0, 48, 49) is words
+    for ids in ((0, 48, 50), (-1, 48, 49), *[(0, 49, 48)][: kind is SampledTargets]):
+        with pytest.raises(MkdTeacherError, match="token ids outside of the vocabulary of 50 tokens, or in another"):
+            read(*ids)
+
+
 def test_packed_rows_need_a_service_for_them() -> None:
     request = request_of([[1, 2, 3, 4]], bounds=(0, 2, 4))
     assert ForwardRequest.of_tensors(request.tensors, FACTS).batch().bounds == (0, 2, 4)
@@ -401,6 +420,12 @@ def test_other_machines_need_a_secret(text: str) -> None:
 def test_wrong_addresses(text: str) -> None:
     with pytest.raises(MkdConfigError, match=r"tcp://HOST:PORT"):
         ServiceAddress.parse("--kd-teacher-url", text)
+
+
+@pytest.mark.parametrize("host", ["-", "..", "_._"])
+def test_hosts_that_are_no_names(host: str) -> None:
+    with pytest.raises(MkdTeacherError, match=rf"tcp://{host}:5757 is no address to connect to \(Invalid argument\)"):
+        request_facts([ServiceAddress.parse("--kd-teacher-url", f"tcp://{host}:5757")], None, 1.0, "--url")
 
 
 def test_nobody_answers() -> None:
@@ -555,6 +580,23 @@ def test_a_client_that_sends_without_end_does_not_stop_the_work(monkeypatch: pyt
         server._read(1000 * LIMIT_S)
         assert Message.of(dealer.recv_multipart()).kind == Kind.FACTS
         server.close()
+
+
+def test_a_service_that_sends_without_end_does_not_stop_the_work() -> None:
+    """Its messages are read some at a time, between which the client sends requests and may end."""
+    frames, read = [zmq.Frame(one) for one in Message(Kind.STATUS, 7).frames()], []
+
+    def receive(copy: bool) -> list[zmq.Frame]:
+        read.append(frames)
+        assert len(read) < 10_000
+        return frames
+
+    endless = SimpleNamespace(poll=lambda _: 1, recv_multipart=receive)
+    nothing = SimpleNamespace(poll=lambda _: 0)
+    link = SimpleNamespace(socket=endless, monitor=nothing, requests={}, greet=lambda: None)
+    connections = TeacherConnections([ServiceAddress("127.0.0.1", 1)], None, FACTS, 1 << 20)
+    assert connections._serve(link)
+    connections.close()
 
 
 def test_a_fault_at_the_start_of_the_thread_is_raised() -> None:
