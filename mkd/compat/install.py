@@ -13,6 +13,7 @@ from mkd.compat.optimizer import (
     resume_distributed_optimizer,
     resume_experts_on_other_ranks,
     resume_sgd,
+    save_before_the_first_update,
     use_own_learning_rates,
 )
 from mkd.compat.quiet import silence_megatron
@@ -56,6 +57,7 @@ def install(
     resume_distributed_optimizer()
     resume_experts_on_other_ranks()
     resume_sgd()
+    save_before_the_first_update()
     allow_finished_jobs()
     keep_random_state()
     if own_learning_rates:

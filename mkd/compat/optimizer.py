@@ -1,6 +1,7 @@
 """Patches of Megatron's optimizers: resuming in fp32, with PyTorch's Adam, with SGD, with other learning rates, and
 with experts on another number of ranks."""
 
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -77,6 +78,53 @@ def _make_momentum(optimizer: Any, config: Any = None) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             optimizer.state[param].setdefault("momentum_buffer", torch.zeros_like(param.data))
+
+
+def save_before_the_first_update() -> None:
+    """Make checkpoints whole that are saved before the optimizer has updated a weight, as when all steps so far
+    overflowed in fp16.
+
+    megatron-core 0.19 stores no state of the optimizer then, but reads one, so that such a checkpoint cannot be
+    resumed; the fully reshardable format cannot even be saved. A step count of 0 is not stored either.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+
+    if FP32Optimizer.sharded_state_dict.__module__ == __name__:
+        return
+    for kind in (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer):
+        kind.sharded_state_dict = _with_first_state(kind.sharded_state_dict)
+    for kind in (FP32Optimizer, Float16OptimizerWithFloat16Params):
+        kind.load_state_dict = _with_step_counts(kind.load_state_dict)
+
+
+def _with_first_state(sharded_state_dict: Any) -> Any:
+    def after_first_state(self: Any, model_state: Any, is_loading: bool = False, *more: Any, **options: Any) -> Any:
+        if not is_loading and self.optimizer is not None and not self.optimizer.state:
+            self.init_state_fn(self.optimizer, self.config)
+            _count_steps(self.optimizer, self.optimizer.state.values())
+        return sharded_state_dict(self, model_state, is_loading, *more, **options)
+
+    return after_first_state
+
+
+def _with_step_counts(load_state_dict: Any) -> Any:
+    def load_with_step_counts(self: Any, state: Any) -> None:
+        inner = _inner(state)["state"]
+        if "common_step" not in inner:
+            _count_steps(self.optimizer, inner.values())
+        load_state_dict(self, state)
+
+    return load_with_step_counts
+
+
+def _count_steps(optimizer: Any, states: Iterable[dict]) -> None:
+    """Let PyTorch's Adam, which keeps a step count for each parameter, begin at 0 where there is none."""
+    import torch
+
+    if isinstance(optimizer, torch.optim.Adam):
+        for state in states:
+            state.setdefault("step", torch.zeros(()))
 
 
 def resume_experts_on_other_ranks() -> None:

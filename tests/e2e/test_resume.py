@@ -281,6 +281,22 @@ def test_sgd_with_momentum_resumes_to_the_last_bit(job: SmallJob, tmp_path: Path
     assert steps(parts[1]) == steps(whole) and len(steps(whole)) == 4
 
 
+@pytest.mark.parametrize("optimizer", [{}, {"--use-distributed-optimizer": True}, SHARDED, {"--optimizer": "sgd"}])
+def test_saved_while_all_steps_overflowed_in_fp16(job: SmallJob, tmp_path: Path, optimizer: dict[str, Any]) -> None:
+    """The optimizer has no state yet."""
+    fp16 = {"--fp16": True, "--initial-loss-scale": 2**18, "--loss-scale-window": 100, "--hysteresis": 1}
+    flags = {**fp16, **optimizer, "--train-iters": 8, "--save-interval": 100, "--eval-iters": 0}
+    whole = run(job.flags({**flags, "--save": tmp_path / "whole"}))
+    parts = [
+        run(job.flags({**flags, **more, "--save": tmp_path / "parts", "--load": tmp_path / "parts"}))
+        for more in ({"--exit-interval": 2}, {})
+    ]
+    assert [result.status for result in (whole, *parts)] == [0, 0, 0], parts[1].errors[-2000:]
+    norms = [line["grad_norm"] for line in steps(whole)]
+    assert norms[:2] == [None, None] and any(norms)
+    assert steps(parts[1]) == steps(whole)
+
+
 def test_flipped_byte_and_empty_tracker_from_the_command_line(job: SmallJob, undisturbed, tmp_path: Path) -> None:
     save = tmp_path / "save"
     shutil.copytree(undisturbed[0], save)

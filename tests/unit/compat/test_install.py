@@ -27,6 +27,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
         "balance_experts_over_unequal_ranks",
         "resume_distributed_optimizer",
         "resume_sgd",
+        "save_before_the_first_update",
         "allow_finished_jobs",
         "keep_random_state",
         "use_own_learning_rates",
@@ -53,5 +54,6 @@ def test_stopping_wraps_the_training_hooks(calls: list[tuple], own_learning_rate
     install("training", "checkpoints", "stop", state, own_learning_rates=own_learning_rates)
     assert calls[-3:] == [(LAST[0], "training"), (LAST[1], "checkpoints"), (LAST[2], "stop", state)]
     rates = ["use_own_learning_rates"] * own_learning_rates
-    first = ["resume_distributed_optimizer", "resume_sgd", "allow_finished_jobs", "keep_random_state"]
+    first = ["resume_distributed_optimizer", "resume_sgd", "save_before_the_first_update"]
+    first += ["allow_finished_jobs", "keep_random_state"]
     assert [call[0] for call in calls[:-3]] == [*first, *rates]
