@@ -93,6 +93,7 @@ def plan(job: Job) -> dict[str, str]:
         "steps": f"{kd.epochs:g} epochs"
         if iterations_are_unknown(args)
         else f"{number_of_iterations(args)} iterations",
+        "rate": learning_rate(args),
         **rollout_plan(args, kd),
         "vocabulary": f"{job.true_vocab} tokens, padded to {args.padded_vocab_size}",
         **({"changed": "; ".join(job.notes)} if job.notes else {}),
@@ -100,6 +101,22 @@ def plan(job: Job) -> dict[str, str]:
         **({"offload": offload_line(job)} if kd.rollout_offload else {}),
         "memory": memory_line(job),
     }
+
+
+def learning_rate(args: Namespace) -> str:
+    """The schedule of the learning rate in words. A decay to 0 in a straight line is Megatron's default."""
+    schedule = f"{args.lr:g}, {args.lr_decay_style}"
+    if args.lr_decay_style != "constant":
+        schedule += f" decay to {args.min_lr:g}"
+    for end, unit in ((args.lr_decay_iters, "iteration"), (args.lr_decay_samples, "sample")):
+        if end is not None:
+            schedule += f" at {unit} {end}"
+    if args.lr_warmup_fraction is not None:
+        return f"{schedule}, warmup over {args.lr_warmup_fraction:g} of that"
+    for number, unit in ((args.lr_warmup_iters, "iterations"), (args.lr_warmup_samples, "samples")):
+        if number:
+            schedule += f", warmup over {number} {unit}"
+    return schedule
 
 
 def record(job: Job) -> RunRecord | None:

@@ -460,6 +460,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(job):
     plan = dict(line[5:].split(None, 1) for line in result.output.splitlines() if line.startswith("mkd: "))
     assert str(job.teacher) in plan["teacher"] and str(job.student) in plan["student"]
     assert "R = 0.5" in plan["loss"] and plan["steps"] == "3 iterations"
+    assert plan["rate"].startswith("0.001, ")
     assert plan["vocabulary"] == f"{VOCAB} tokens, padded to 384"
     assert "are for CPU" in plan["plan"] and "memory of each rank in GiB, on CPU" in result.output
     assert f"training   {job.data}: concatenated documents, about " in result.output

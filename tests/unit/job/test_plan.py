@@ -13,7 +13,14 @@ from mkd.checkpoint.source import ModelSource
 from mkd.config.kd_config import KDConfig
 from mkd.config.schedules import Schedule
 from mkd.job.elsewhere.inference_teacher import InferenceSource
-from mkd.job.plan import _delta_nets, _experts, _missing_cross_entropy, implementation_text, uncompared_tokenizers
+from mkd.job.plan import (
+    _delta_nets,
+    _experts,
+    _missing_cross_entropy,
+    implementation_text,
+    learning_rate,
+    uncompared_tokenizers,
+)
 from mkd.models.delta_rule import missing_kernel
 
 PRECISE = "eager in float64, which is slower, while T is above 8"
@@ -105,3 +112,24 @@ def test_written_texts_alone_have_no_cross_entropy(share: str, ratio: str, warns
 
 def _schedule(text: str) -> Schedule:
     return Schedule.parse("--kd-ratio", text) if ":" in text else Schedule.constant(float(text))
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({}, "0.001, linear decay to 0"),
+        ({"lr_decay_style": "constant", "lr_warmup_iters": 3}, "0.001, constant, warmup over 3 iterations"),
+        (
+            {"lr_decay_style": "cosine", "min_lr": 1e-5, "lr_decay_iters": 90, "lr_warmup_fraction": 0.1},
+            "0.001, cosine decay to 1e-05 at iteration 90, warmup over 0.1 of that",
+        ),
+        (
+            {"lr_decay_samples": 800, "lr_warmup_samples": 80},
+            "0.001, linear decay to 0 at sample 800, warmup over 80 samples",
+        ),
+    ],
+)
+def test_learning_rate_in_words(given: dict[str, Any], text: str) -> None:
+    default = {"lr": 1e-3, "min_lr": 0.0, "lr_decay_style": "linear", "lr_decay_iters": None, "lr_decay_samples": None}
+    default |= {"lr_warmup_iters": 0, "lr_warmup_samples": 0, "lr_warmup_fraction": None}
+    assert learning_rate(Namespace(**default | given)) == text
