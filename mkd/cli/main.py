@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from importlib import import_module
 
 import mkd
+from mkd.utils.missing_packages import needs_packages
 
 COMMANDS = {
     "train": "train a student from a teacher",
@@ -49,7 +50,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def run_command(command: str) -> int:
     """Run one command with the flags in `sys.argv`. Returns the exit status."""
-    return import_module(f"mkd.cli.{command.replace('-', '_')}").main()
+    with needs_packages():
+        module = import_module(f"mkd.cli.{command.replace('-', '_')}")
+    return module.main()
 
 
 def overview() -> str:

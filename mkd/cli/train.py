@@ -2,6 +2,8 @@
 
 import sys
 
+from mkd.utils.missing_packages import needs_packages
+
 HELP = """\
 usage: mkd train FLAG ...                                     one process, on a GPU or without one
        torchrun --nproc-per-node N -m mkd train FLAG ...      N ranks on this node
@@ -58,7 +60,8 @@ def main(argv: list[str] | None = None) -> int:
     if "--help" in words or "-h" in words:
         print(HELP, end="")
         return 0
-    from mkd.cli.train_job import run
+    with needs_packages():
+        from mkd.cli.train_job import run
 
     sys.argv[1:] = ["--help" if word == "--help-all" else word for word in words]
     return run()

@@ -108,3 +108,14 @@ def test_flags_of_a_training_without_the_two_dashes(
         parse([*own, "--kd-ratio", "0.5"])
     assert ended.value.code == 2
     assert "unrecognized arguments: --kd-ratio 0.5 (flags of mkd train go after --)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "package"), [("train", "yaml"), ("plot", "matplotlib"), ("convert", "torch")])
+def test_a_package_that_is_not_installed_is_one_line(command: str, package: str) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None; from mkd.cli.main import main; sys.exit(main([{command!r}]))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(
+        f"mkd {command}: error: the package {package} is not installed in {sys.executable}: activate"
+    )
