@@ -93,7 +93,7 @@ def examine_run(own: argparse.Namespace, flags: list[str]) -> int:
     findings, console = Findings(elsewhere=not cards and not cpu.is_target()), Console()
     none_here = "" if cards else f" (there is none here; {cpu.DEVICE_VARIABLE}=cpu mkd doctor ... checks a run on CPU)"
     target = f"CPU ({cpu.DEVICE_VARIABLE}=cpu)" if cpu.is_target() else f"GPUs{none_here}"
-    console.print(f"ranks: {own.nproc * own.nnodes}, nodes: {own.nnodes}, on {target}", highlight=False)
+    console.print(f"ranks: {own.nproc * own.nnodes}, nodes: {own.nnodes}, on {target}", highlight=False, soft_wrap=True)
     with console.status("reading flags, checkpoints, tokenizers and data"):
         job = examine(Launch(flags, own.nproc * own.nnodes), findings)
     if job is None:

@@ -362,6 +362,7 @@ def test_a_file_of_flags_that_cannot_be_read_is_the_only_problem(ask: Callable[.
         status, text = ask({**flags, "--kd-config": "{root}/absent.yaml"})
         (problem,) = problems(text)
         assert status == 1 and "absent.yaml cannot be read (No such file" in problem
+        assert "cpu mkd doctor ... checks a run on CPU)" in text, "a sentence is not cut at the terminal's width"
     assert any("--kd-temprature" in line for line in problems(ask({"--kd-config": "no", "--kd-temprature": 2})[1]))
 
 
