@@ -78,8 +78,9 @@ class AlignedRows:
             "runs of tokens left out because no chunk begins in a whole row of them": self._pieces.unfit,
             "parts of long samples left out because nothing in them is a target": self._without_target,
         }
-        filled = ", ".join(f"{share:.1%}" for share in self._filled)
-        text = f"{len(self._store.lengths)} samples in {self.per_epoch} rows, {filled} of them tokens"
+        own, *teachers = (f"{share:.1%}" for share in self._filled)
+        text = f"{len(self._store.lengths)} samples in {self.per_epoch} rows, {own} of them tokens"
+        text += f" (of the teacher's rows: {', '.join(teachers)})"
         return with_counts(text, counts)
 
 

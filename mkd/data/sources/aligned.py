@@ -172,12 +172,9 @@ class AlignedFacts:
     """Messages about the first broken records."""
 
     def __str__(self) -> str:
-        text = f"{self.samples} samples, {self.tokens[0]} tokens of the student"
+        text = f"{self.samples} samples, {self.tokens[0]} tokens of the student, {self.supervised[0]} of them with CE"
         for number, (chunks, covered) in enumerate(zip(self.chunks, self.covered, strict=True), start=1):
-            text += (
-                f", {self.tokens[number]} of a teacher in {chunks} chunks with {covered / max(1, self.tokens[0]):.1%} "
-                "of the student's"
-            )
+            text += f"; {self.tokens[number]} of a teacher, in {chunks} chunks with {covered} of the student's"
         if self.changed:
             text += f"; {self.changed} documents are cut into other tokens than were stored"
             if 2 * self.changed > self.samples:
