@@ -30,7 +30,8 @@ class PeakMemory:
             self._reserved, in_graphs = reserved, graph_bytes()
             grown, self._in_graphs = in_graphs != self._in_graphs, in_graphs
         # Steps until a capture have what the graph replaces, and the graph at their end: not both at a time.
-        self._most = max(self._most, used if grown else used + self._in_graphs)
+        with_graphs = torch.cuda.memory_allocated() if grown else used
+        self._most = max(self._most, used, with_graphs + self._in_graphs)
         if grown:
             torch.cuda.reset_peak_memory_stats()
         return self._most
