@@ -25,6 +25,9 @@ _NOISE, _PART, _GROWTH = 10.0, 0.2, 5.0
 """A server has loaded a part of the weights if its difference from the student is this many times that of the first
 weights, and this share of the student's change since then. Rounding grows by the last factor at most, where it is more
 than usual at first."""
+_OLDER = 0.5
+"""A server has older weights of the student if its difference from those is less than this share of its difference from
+the present ones. Rounding has no direction: it does not bring scores back to what they were."""
 _MOST_LOADS = 4
 """Times that a server may have other weights between two refreshes."""
 
@@ -144,6 +147,14 @@ class StudentServer:
                 f"the student's by {distance:.4f} nats on average, and by {rounding:.4f} at the first weights, since "
                 f"which the student's have changed by {moved:.4f}; does its log name layers that it has not loaded?"
             )
+        for older in (first, self._loaded[0]):
+            before = _mean_distance(found, older.scores)
+            if distance > _MOVED_NATS and before < _OLDER * distance:
+                raise MkdTeacherError(
+                    f"{self} has older weights after it has loaded {weights.folder}: log-probabilities of the same "
+                    f"text differ from the student's by {distance:.4f} nats on average, and from those of iteration "
+                    f"{older.iteration} by {before:.4f}: does it read the same disk?"
+                )
 
     def _limit(self, weights: StudentWeights) -> float:
         """Mean difference up to which its scores are those of the weights: no more than rounding at first explains."""

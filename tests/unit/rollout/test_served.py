@@ -245,6 +245,29 @@ def test_a_server_that_loads_a_part(vllm: StandIn) -> None:
         student.prepare(replace(weights(1, nearby(0.006)), folder=Path("/w/3")))
 
 
+@pytest.mark.parametrize(("stale", "step", "noise"), [(7, 0.002, 1e-6), (1, 0.001, 0.012)])
+def test_a_server_with_older_weights_whose_scores_are_not_bit_equal(
+    vllm: StandIn, stale: int, step: float, noise: float
+) -> None:
+    """The student has changed by much more since the first weights than since the previous ones, or by less than ten
+    times the rounding of the first ones."""
+
+    def load(folder: str) -> Any:
+        number = int(Path(folder).name)
+        true = nearby(step * (stale if number == 8 else number))
+        rounding = noise * np.random.default_rng(number).normal(size=(len(TEXT), VOCAB))
+        return lambda ids: true(ids) + rounding
+
+    def prepare(number: int) -> None:
+        student.prepare(replace(weights(number, nearby(step * number)), folder=Path("/w") / str(number)))
+
+    vllm.load, student = load, student_at(vllm)
+    for number in range(1, 8):
+        prepare(number)
+    with pytest.raises(MkdTeacherError, match=rf"has older weights after it has loaded /w/8: .* of iteration {stale} "):
+        prepare(8)
+
+
 def test_rounding_at_first_bounds_rounding_later(vllm: StandIn) -> None:
     """Up to five times as much, and 3% of the log-probabilities: wide logits in bf16 need that."""
     student, shares = student_at(vllm), {"1": 0.02, "2": 0.03, "3": 0.2}
