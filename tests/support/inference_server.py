@@ -192,6 +192,10 @@ class StatesFile:
                 states[-1, 0, -1] = torch.nan
             case "zeros":
                 states[-1] = 0.0
+            case "hole":
+                states[len(ids) // 2] = 0.0
+            case "zeros at first":
+                states[:2] = 0.0
             case "another text":
                 tokens = tokens + 1
             case "short":

@@ -170,7 +170,8 @@ LOST = {
     "nothing": r"is not a safetensors file \(0 bytes",
     "header": "damaged safetensors header",
     "long header": "is not a safetensors file",
-    "zeros": "ends with zeros: it is not complete",
+    "zeros": "has zeros for 1 tokens: it is not complete",
+    "hole": "has zeros for 1 tokens: it is not complete",
 }
 WRONG = {
     "two layers": r"\[10, 2, 16\] in float32; \[10, 1, 16\] .*one layer|has [0-9,]+ bytes, more than one state",
@@ -198,6 +199,13 @@ def test_files_that_do_not_come(server: StandIn, model: StatesModel, fault: str)
         model.states(TEXT)
     assert server.url in str(error.value) or "--kd-teacher-states-dir" in str(error.value)
     assert not list(server.states_dir.iterdir())
+
+
+def test_first_tokens_with_zeros(server: StandIn, model: StatesModel) -> None:
+    """An embedding may be zero; layers without biases keep it so while nothing else is attended to."""
+    server.fault = "zeros at first"
+    states = model.states(TEXT)
+    assert not states[:2].any() and states[2:].any(dim=1).all()
 
 
 @pytest.mark.parametrize("fault", WRONG)
