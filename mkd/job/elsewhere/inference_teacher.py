@@ -19,7 +19,7 @@ from mkd.teacher.cache.meta import CacheMeta
 from mkd.teacher.cache.record_format import MAX_VOCAB
 from mkd.teacher.cache.writer import check_folder
 from mkd.teacher.inference.apis import APIS
-from mkd.teacher.inference.http import HttpServer, ServerAddress
+from mkd.teacher.inference.http import HttpServer, ServerAddress, parse_addresses
 from mkd.teacher.inference.known_text import KnownText, KnownTextFile
 from mkd.teacher.inference.pool import IN_FLIGHT, ScoringPool, ServedModel
 from mkd.teacher.inference.probe import SHORT, ModelCard, Probe, find_model, wait_for_server
@@ -64,7 +64,7 @@ class InferenceSource(SourceAtAddresses):
             MkdTeacherTimeout: a server does not answer.
             MkdTeacherError: it is not an inference server, or they serve different models.
         """
-        addresses = tuple(ServerAddress.parse(URL_FLAG, url) for url in kd.teacher_url)
+        addresses = parse_addresses(URL_FLAG, kd.teacher_url)
         timeout_s, models, cards = kd.teacher_timeout if waits else WITHOUT_WAITING_S, [], []
         for address in addresses:
             server = HttpServer(address, kd.teacher_timeout, IN_FLIGHT)

@@ -9,7 +9,7 @@ from mkd.errors import MkdConfigError
 from mkd.rollout.served.apis import NO_ROUTE, WRITING_APIS, WritingApi
 from mkd.rollout.served.server import StudentServer
 from mkd.rollout.served.sharing import MOST_AT_ONCE
-from mkd.teacher.inference.http import ROLLOUT, HttpServer, ServerAddress, ServerRefusal
+from mkd.teacher.inference.http import ROLLOUT, HttpServer, ServerAddress, ServerRefusal, parse_addresses
 from mkd.teacher.inference.probe import find_model, wait_for_server
 
 _MOST_BYTES = 1 << 20
@@ -29,9 +29,9 @@ def addresses_of(kd: KDConfig) -> list[ServerAddress]:
     """The addresses of --kd-rollout-url.
 
     Raises:
-        MkdConfigError: an address is invalid.
+        MkdConfigError: an address is invalid, or there twice.
     """
-    return [ServerAddress.parse(ROLLOUT.url, url) for url in kd.rollout_url or ()]
+    return list(parse_addresses(ROLLOUT.url, kd.rollout_url or ()))
 
 
 def find_servers(kd: KDConfig, sizes: TextSizes, timeout_s: float) -> Sequence[StudentServer]:

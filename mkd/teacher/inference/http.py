@@ -5,7 +5,7 @@ import io
 import os
 import socket
 import time
-from collections.abc import Buffer
+from collections.abc import Buffer, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -100,6 +100,18 @@ class ServerAddress:
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.scheme}://{host}:{self.port}{self.prefix}"
+
+
+def parse_addresses(flag: str, urls: Sequence[str]) -> tuple[ServerAddress, ...]:
+    """Parse the values of a flag.
+
+    Raises:
+        MkdConfigError: one is no address, or two are the same in other words.
+    """
+    addresses = tuple(ServerAddress.parse(flag, url) for url in urls)
+    if len(set(map(str, addresses))) < len(addresses):
+        raise MkdConfigError(f"{flag} {' '.join(urls)} has an address twice: leave one out")
+    return addresses
 
 
 class _TimedReader(io.RawIOBase):

@@ -24,7 +24,7 @@ from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.inference import http, texts
 from mkd.teacher.inference import pool as pool_module
 from mkd.teacher.inference.apis import APIS
-from mkd.teacher.inference.http import HttpServer, ServerAddress, ServerLost, ServerRefusal
+from mkd.teacher.inference.http import HttpServer, ServerAddress, ServerLost, ServerRefusal, parse_addresses
 from mkd.teacher.inference.known_text import NAME, KnownText, KnownTextFile
 from mkd.teacher.inference.pool import ScoringPool, ServedModel
 from mkd.teacher.inference.probe import SHORT, Probe, find_model
@@ -353,6 +353,13 @@ def test_environment(vllm: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def texts_of(count: int) -> list[list[int]]:
     return [[(7 * n + 3 * i) % VOCAB for i in range(8)] for n in range(count)]
+
+
+def test_one_address_in_two_forms() -> None:
+    """Weights would be loaded twice, the second time while texts are written."""
+    with pytest.raises(MkdConfigError, match=r"--url http://a:80 http://a/v1\?model=t has an address twice"):
+        parse_addresses("--url", ["http://a:80", "http://a/v1?model=t"])
+    assert list(map(str, parse_addresses("--url", ["http://a", "https://a"]))) == ["http://a:80", "https://a:443"]
 
 
 @pytest.mark.parametrize("key", ["abc\n", "a\rb", "k\u00e9y"])
