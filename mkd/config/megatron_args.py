@@ -49,7 +49,7 @@ from mkd.utils.folder_formats import TRACKER, hf_hint
 from mkd.utils.json_files import require_regular_files
 from mkd.utils.logging import logger
 from mkd.utils.pretrained import code_needed, remote_code_refused
-from mkd.utils.tokenizer_flag import tokenizer_flag
+from mkd.utils.tokenizer_flag import tokenizer_origin
 
 
 def adopt_architecture(args: Namespace, architecture: dict[str, Any], origin: str) -> None:
@@ -190,7 +190,7 @@ def _set_globals(line: CommandLine) -> None:
         reason = reason or f"cannot be loaded as {args.tokenizer_type}: {' '.join(str(error).split())}"
         is_here = args.tokenizer_model is None or Path(args.tokenizer_model).exists()
         kind = MkdConfigError if is_here else MkdNodeError
-        raise kind(f"{tokenizer_flag(args)} {args.tokenizer_model} {reason}") from error
+        raise kind(f"{tokenizer_origin(args)} {reason}") from error
     line.is_complete = True
 
 

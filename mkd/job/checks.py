@@ -42,7 +42,7 @@ from mkd.rollout.on_policy import OnPolicy
 from mkd.utils.atomic_files import regular_target
 from mkd.utils.hub_folder import model_folder
 from mkd.utils.pretrained import holds_tokenizer, require_tokenizer_files
-from mkd.utils.tokenizer_flag import adopt_tokenizer, tokenizer_flag
+from mkd.utils.tokenizer_flag import adopt_tokenizer, tokenizer_flag, tokenizer_origin
 
 
 @dataclass
@@ -81,8 +81,8 @@ class JobDraft(CommandLine):
 
     @property
     def student_origin(self) -> str:
-        """Flag and folder of the student's tokenizer, for messages."""
-        return self.student.origin if self.student else f"{tokenizer_flag(self.args)} {self.args.tokenizer_model}"
+        """See `tokenizer_origin`."""
+        return self.student.origin if self.student else tokenizer_origin(self.args)
 
     @property
     def data(self) -> JobData:
@@ -136,7 +136,7 @@ def _check_tokenizer_files(draft: JobDraft) -> None:
         args.tokenizer_model is not None
         and (folder := model_folder(args.tokenizer_model, tokenizer_flag(args))).is_dir()
     ):
-        require_tokenizer_files(folder, f"{tokenizer_flag(args)} {args.tokenizer_model}")
+        require_tokenizer_files(folder, tokenizer_origin(args))
 
 
 def _find_adapters(draft: JobDraft) -> None:

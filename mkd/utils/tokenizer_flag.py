@@ -1,4 +1,4 @@
-"""The flag that named the folder of the student's tokenizer, for messages."""
+"""The flag that named the student's tokenizer, for messages."""
 
 from argparse import Namespace
 
@@ -19,3 +19,10 @@ def adopt_tokenizer(args: Namespace, folder: str, origin: str) -> None:
 def tokenizer_flag(args: Namespace) -> str:
     """The flag of the model whose folder was adopted, or --tokenizer-model."""
     return getattr(args, "tokenizer_flag", TOKENIZER)
+
+
+def tokenizer_origin(args: Namespace) -> str:
+    """The flag and folder of the student's tokenizer, or its type if it has no folder (NullTokenizer), for messages."""
+    if args.tokenizer_model is None:
+        return f"--tokenizer-type {args.tokenizer_type}"
+    return f"{tokenizer_flag(args)} {args.tokenizer_model}"

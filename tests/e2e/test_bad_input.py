@@ -187,6 +187,10 @@ def test_megatron_teacher_without_a_checkpoint(attempt, folder):
 
 SETTINGS = [
     ({"--kd-teacher-hf": None}, ["got none", "--kd-teacher-hf", "--kd-teacher-load"]),
+    (
+        {**FROM_NOTHING, "--tokenizer-type": "NullTokenizer", "--tokenizer-model": None, "--vocab-size": 99},
+        ["--tokenizer-type NullTokenizer has a vocabulary of 99 tokens"],
+    ),
     ({"--kd-teacher-load": "some"}, ["got --kd-teacher-hf", "--kd-teacher-load some"]),
     ({"--kd-ratio": None}, ["--kd-ratio is required"]),
     ({"--kd-ratio": 1.5}, ["--kd-ratio is 1.5", "[0, 1]"]),

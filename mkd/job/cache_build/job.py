@@ -20,7 +20,7 @@ from mkd.teacher.cache.meta import CacheMeta
 from mkd.teacher.cache.record_format import MAX_COUNT, MAX_VOCAB
 from mkd.teacher.cache.writer import check_folder
 from mkd.utils.logging import logger, set_level
-from mkd.utils.tokenizer_flag import tokenizer_flag
+from mkd.utils.tokenizer_flag import tokenizer_origin
 
 _KD_FIELDS = (
     *("teacher_hf", "teacher_load", "teacher_dtype", "teacher_offload", "student_hf", "loss_chunk_rows"),
@@ -156,7 +156,7 @@ class CacheJob:
         describe_teacher(args, source, student)
         megatron_args.finish(args, kd, RunState())
         tokenizer = (student.tokenizer_hash if student else None) or hash_of_tokenizer(args)
-        origin = student.origin if student else f"{tokenizer_flag(args)} {args.tokenizer_model}"
+        origin = student.origin if student else tokenizer_origin(args)
         vocab = source.vocab_size
         if student is not None or own_tokenizer is not None or vocab is None:
             size, folder = megatron_args.true_vocabulary(args), folder_of_tokenizer(args, student)
