@@ -10,7 +10,10 @@ MKD_DEVICE=cpu. docs/flags.md and --help describe the --kd- flags.
 
 import sys
 
-from mkd.cli.train_job import run
+from mkd.utils.missing_packages import needs_packages
+
+with needs_packages():
+    from mkd.cli.train_job import run
 
 if __name__ == "__main__":
     sys.exit(run())

@@ -119,3 +119,10 @@ def test_a_package_that_is_not_installed_is_one_line(command: str, package: str)
     assert line.startswith(
         f"mkd {command}: error: the package {package} is not installed in {sys.executable}: activate"
     )
+
+
+def test_the_script_names_a_missing_package_too() -> None:
+    code = "import runpy, sys; sys.modules['yaml'] = None; sys.argv = ['pretrain_kd.py']; runpy.run_path(sys.argv[0])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("pretrain_kd.py: error: the package yaml is not installed in ")
