@@ -9,6 +9,7 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from mkd.checkpoint.megatron_folder import TRACKER
+from mkd.teacher.inference.known_text import NAME
 from tests.support.e2e.small_job import VOCAB, SmallJob, make_small_job, run
 from tests.support.inference_server import HFStates, StandIn, table_model
 
@@ -60,6 +61,9 @@ def test_a_run_of_two_epochs(job: SmallJob, server: StandIn, tmp_path: Path) -> 
         for name in ("loss", "ce", "kd", "valid_kd", "valid_teacher_ce"):
             if name in truth:
                 assert line[name] == pytest.approx(truth[name], rel=2e-3), name
+    (tmp_path / "kept" / NAME).unlink()  # cp CACHE/* copies no such file
+    lost = run(job.flags(flags))
+    assert lost.status == 1 and "kept has answers of a server, but no .known_text.json" in lost.errors
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,9 @@ class InferenceTeacherSpec(SpecWithoutModel[InferenceSource]):
         )
         if kd.teacher_cache is not None:
             refuse_data_cache(Path(kd.teacher_cache), args, CACHE_FLAG)
-            check_folder(Path(kd.teacher_cache), meta, CACHE_FLAG)
+            folder = Path(kd.teacher_cache)
+            check_folder(folder, meta, CACHE_FLAG)
+            KnownTextFile(CACHE_FLAG, folder).require_beside(list(folder.glob("shard-*.json")))
         longest = min(args.seq_length, source.positions or args.seq_length) + 1
         text, sentence = probe_text(args, true_vocab)
         timeout_s = WITHOUT_WAITING_S if source.is_last_check else kd.teacher_timeout

@@ -77,6 +77,19 @@ class KnownTextFile:
         nothing = np.zeros((len(own), 0))
         return KnownText(text, TokenScores(nothing, nothing, own))
 
+    def require_beside(self, answers: Sequence[Path]) -> None:
+        """Refuse a folder that has lost the file, whose name begins with a dot, but not the answers of its teacher.
+
+        Raises:
+            MkdCacheError: see above; or the file is damaged.
+        """
+        if answers and self.read() is None:
+            raise MkdCacheError(
+                f"{self.flag} {self.folder} has answers of a server, but no {NAME}, by which its weights are "
+                "recognized: copy that file from the cache that this one was copied or merged from, or give a new "
+                "folder"
+            )
+
     def write(self, known: KnownText) -> None:
         """Replace the file.
 
