@@ -12,12 +12,19 @@ def commit_of(package: Path) -> str:
 
     A host that runs an installed package may have no git.
     """
-    git = ["git", "-C", str(package), "-c", "core.fsmonitor=false"]
+    # Without locks, which `describe --dirty` takes in any case: a job that is killed meanwhile would leave index.lock
+    # in the checkout, beside which no commit works.
+    git = ["git", "--no-optional-locks", "-C", str(package), "-c", "core.fsmonitor=false"]
     try:
         ours = subprocess.run([*git, "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, timeout=10)
         if ours.returncode == 0:  # else the environment lies inside a checkout of something else
-            describe = [*git, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
-            return subprocess.run(describe, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+            describe = [*git, "describe", "--always", "--abbrev=40", "--exclude=*"]
+            changed = [*git, "status", "--porcelain", "--untracked-files=no"]
+            commit, files = (
+                subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+                for command in (describe, changed)
+            )
+            return commit + "+" * bool(files)
     except (OSError, subprocess.SubprocessError):
         pass  # no git, or a damaged checkout, which has no stored commit either
     stored = package / FILE

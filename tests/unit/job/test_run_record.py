@@ -1,5 +1,6 @@
 """run.yaml: it holds what repeats a run, and no secret."""
 
+import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -162,7 +163,10 @@ def test_commit_is_that_of_the_package_only(tmp_path: Path, monkeypatch: pytest.
     assert commit_of(package) == "unknown"  # in a checkout of something else
     for command in (["add", "."], ["commit", "-qm", "m"]):
         subprocess.run([*git, *command], check=True)
+    os.utime(package / "__init__.py", (0, 0))  # git would note the time in its index, under a lock
+    before = (tmp_path / ".git/index").read_bytes()
     assert len(commit_of(package)) == 40
+    assert (tmp_path / ".git/index").read_bytes() == before
     (package / "__init__.py").write_text("changed")
     assert commit_of(package).endswith("+")
 
