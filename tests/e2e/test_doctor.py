@@ -175,7 +175,7 @@ def test_transformer_engine_is_missing(ask, monkeypatch):
             with_a_card.setattr(environment, "cards", lambda: [environment.Card("NVIDIA H100", 79.6, "570")])
             status, output = ask(changes, nproc)
         (found,) = problems(output)
-        assert status == 1 and word in found and "pip install transformer-engine" in found
+        assert status == 1 and word in found and "pip install 'transformer-engine[pytorch]'" in found
         assert "activations" in output, "the rest is examined"
         status, output = ask(changes, nproc)  # a laptop
         assert status == 0 and "warning: not installed here" in output and word in output
