@@ -218,6 +218,11 @@ class TeacherConnections:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 link.is_connected = True
             elif event == zmq.EVENT_DISCONNECTED:
+                if (
+                    not link.is_ready and not link.requests
+                ):  # nothing to send again: ZeroMQ connects again, after a pause
+                    link.is_connected = link.is_greeted = False
+                    continue
                 if link.is_ready:
                     waiting = f"its {len(link.requests)} requests are" if link.requests else "further requests are"
                     logger.warning(

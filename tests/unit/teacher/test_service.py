@@ -3,6 +3,7 @@
 import math
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -596,6 +597,27 @@ def test_a_service_that_sends_without_end_does_not_stop_the_work() -> None:
     link = SimpleNamespace(socket=endless, monitor=nothing, requests={}, greet=lambda: None)
     connections = TeacherConnections([ServiceAddress("127.0.0.1", 1)], None, FACTS, 1 << 20)
     assert connections._serve(link)
+    connections.close()
+
+
+def test_a_peer_that_closes_each_connection_is_not_called_without_pause() -> None:
+    """A forwarded port is one, while nothing listens behind it; the service that begins to listen there is found."""
+    calls, limit = 0, time.monotonic() + 1.0
+    with socket.socket() as peer:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        peer.bind(("127.0.0.1", 0))
+        peer.listen()
+        peer.settimeout(0.1)
+        port = peer.getsockname()[1]
+        connections = TeacherConnections([ServiceAddress("127.0.0.1", port)], None, FACTS, 1 << 20)
+        answer = ask(connections, request_of([[1, 2, 3, 4]]))
+        while time.monotonic() < limit:
+            with suppress(TimeoutError):
+                peer.accept()[0].close()
+                calls += 1
+    assert 0 < calls < 50
+    with running(port=port):
+        answer.result(LIMIT_S)
     connections.close()
 
 
