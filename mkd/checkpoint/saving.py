@@ -11,7 +11,6 @@ Order of a save, synchronous or not (`mkd.compat.checkpoints` calls these method
 5. `published`: the tracker names the checkpoint; exports may start, and then older checkpoints are removed.
 """
 
-import ctypes
 import errno
 import os
 import shutil
@@ -33,6 +32,7 @@ from mkd.compat.stopping import SIGNALS
 from mkd.config.run_state import RunState
 from mkd.utils.atomic_files import free_bytes, rename, replacing, sync_file, sync_folder
 from mkd.utils.logging import logger
+from mkd.utils.parent_process import exit_with
 
 OWNER = "saving_job.txt"
 """File in --save with the job that claimed the folder last (`mkd.checkpoint.claim`)."""
@@ -146,7 +146,7 @@ def _hash_file(rank: int) -> str:
 def _write(write: Callable[..., None], trainer: int, into: str | None, rank: int, buckets: Any, *rest: Any) -> None:
     """Write shards and hash them, in the trainer's process or in a separate writer process."""
     if os.getpid() != trainer:
-        _exit_with(trainer)
+        exit_with(trainer)  # a writer that outlives it could write into the folder of the restarted trainer
         _ignore_stop_signals()
     write(rank, buckets, *rest)
     if into is not None and buckets:
@@ -165,16 +165,3 @@ def _ignore_stop_signals() -> None:
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-
-
-def _exit_with(trainer: int) -> None:
-    """Kill this process when the trainer ends.
-
-    A writer that outlives its trainer could write into the folder that the restarted trainer writes to.
-    """
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    try:
-        os.kill(trainer, 0)
-    except ProcessLookupError:  # the trainer ended before the call of prctl
-        os._exit(1)

@@ -1,14 +1,13 @@
 """Ranks that `mkd launch` has started end with it."""
 
-import ctypes
 import os
 import signal
 from pathlib import Path
 
+from mkd.utils.parent_process import signal_at_end_of_parent
+
 LAUNCHER = "MKD_LAUNCHER"
 """Environment variable of these ranks with the process id of `mkd launch`."""
-_PR_SET_PDEATHSIG = 1
-"""See prctl(2)."""
 
 
 def end_with_launcher() -> None:
@@ -18,7 +17,7 @@ def end_with_launcher() -> None:
         return
     is_child = os.getppid() == launcher
     if is_child:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        signal_at_end_of_parent(signal.SIGTERM)
     has_ended = os.getppid() != launcher if is_child else not Path(f"/proc/{launcher}").exists()
     if has_ended:
         os.kill(os.getpid(), signal.SIGTERM)

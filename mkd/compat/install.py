@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from mkd.compat.checkpoints import CheckpointHooks, install_checkpoint_hooks
+from mkd.compat.checkpoints import CheckpointHooks, end_result_queues_with_their_rank, install_checkpoint_hooks
 from mkd.compat.data_iterator import allow_finished_jobs, keep_random_state
 from mkd.compat.experts import (
     add_router_biases_in_fp32,
@@ -63,5 +63,6 @@ def install(
     if own_learning_rates:
         use_own_learning_rates()
     install_training_hooks(training)
+    end_result_queues_with_their_rank()
     install_checkpoint_hooks(checkpoints)
     install_stopping(stop, state)  # last: it wraps the functions that the training hooks have wrapped

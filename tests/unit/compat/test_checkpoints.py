@@ -2,12 +2,15 @@
 
 import ast
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TextIO
 
+import psutil
 import pytest
 import torch
 from megatron.core import dist_checkpointing
@@ -27,6 +30,27 @@ from mkd.compat.checkpoints import (
 )
 from mkd.errors import MkdCheckpointError
 from mkd.utils.atomic_files import replacing
+
+HELD = """
+import time
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from mkd.compat.checkpoints import end_result_queues_with_their_rank
+end_result_queues_with_their_rank()
+print(filesystem_async.get_write_results_queue("fork")._manager._process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_process_that_holds_results_ends_with_a_killed_rank() -> None:
+    rank = subprocess.Popen([sys.executable, "-c", HELD], stdout=subprocess.PIPE, text=True)
+    holder = psutil.Process(int(rank.stdout.readline()))
+    assert holder.is_running()
+    rank.kill()
+    rank.wait()
+    gone, alive = psutil.wait_procs([holder], timeout=10)
+    for process in alive:
+        process.kill()
+    assert gone == [holder]
 
 
 def names_called_in(module: object) -> set[str]:
