@@ -150,7 +150,8 @@ def saved(rank: int, size: int, tp: int, sequence_parallel: bool, changes: dict)
         *[(1, False, DELTA_NET), (2, True, DELTA_NET)],
         *[(1, False, PARALLEL_BLOCK), (2, True, PARALLEL_BLOCK)],
         *[(1, False, MIXERS), (2, True, MIXERS)],
-        *[(1, False, EXPERTS | {"qk_l2_norm": True}), (1, False, {"whole_width_qk_norms": True})],
+        *[(1, False, {"qk_layernorm": True}), (1, False, {"whole_width_qk_norms": True})],
+        (1, False, EXPERTS | {"qk_l2_norm": True}),  # local layers of dense models have no such norms
     ],
 )
 def test_bytes_kept_by_layers(gloo_pool, tp, sequence_parallel, changes):

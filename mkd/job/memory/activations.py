@@ -166,10 +166,14 @@ def _attention(args: Namespace, repeats_keys: bool) -> float:
         return (2 * query + 2 * value) / tp + latent
     query = heads * args.kv_channels
     key = (args.num_query_groups if args.group_query_attention else heads) * args.kv_channels
-    normed = query + key if args.qk_layernorm or args.qk_l2_norm else 0
-    if LayerOptions.of(args).whole_width_qk_norms:
-        # The norms' inputs are copies, too; without fused kernels each norm keeps its output before scaling as well.
+    normed = 0
+    # Without fused kernels a norm keeps its input and, if it scales, its output before that too.
+    if LayerOptions.of(args).whole_width_qk_norms:  # its inputs are copies
         normed = (3 if repeats_keys else 2) * (query + key)
+    elif args.qk_l2_norm:
+        normed = (2 if repeats_keys else 1) * (query + key)
+    elif args.qk_layernorm:
+        normed = (3 if repeats_keys else 1) * (query + key)
     gates = 2 * query if args.attention_output_gate else 0  # the gate, and attention's output before it
     return (2 * query + 2 * (query if repeats_keys else key) + normed + gates) / tp
 
