@@ -12,6 +12,7 @@ import pytest
 from transformers.utils import CHAT_TEMPLATE_DIR
 
 from mkd.utils.json_files import MOST_BYTES, parse_json, read_json, read_regular, require_regular_files
+from mkd.utils.limits import limited
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -60,6 +61,13 @@ def test_bombs(tmp_path: Path, bomb: str) -> None:
 def test_depth_that_is_read() -> None:
     text = "[" * 100 + "]" * 100
     assert parse_json(text) == json.loads(text)
+
+
+def test_a_key_that_stands_twice_among_many_is_found_quickly() -> None:
+    """Not by a comparison of each key with each."""
+    text = "{" + ",".join(f'"{min(number, 49_999)}":0' for number in range(50_001)) + "}"
+    with limited(3.0), pytest.raises(ValueError, match="the key '49999' stands twice in an object"):
+        parse_json(text, unique=True)
 
 
 def test_large_files_are_not_read(tmp_path: Path) -> None:
