@@ -40,10 +40,11 @@ def data_prefixes(args: Namespace) -> list[str]:
 
 def _check_weights(names: Sequence[str], weights: Sequence[float] | None) -> None:
     """Refuse weights with which Megatron fails when it builds the datasets, and files that would never be read."""
+    total = sum(filter(math.isfinite, weights or ()))
     for name, weight in zip(names, weights or (), strict=False):
         if not (math.isfinite(weight) and weight > 0.0):
             rule = "a weight must be a finite number above 0"
-        elif weight < LEAST_SHARE * sum(weights):
+        elif weight < LEAST_SHARE * total:
             rule = f"its share is below {LEAST_SHARE:g}, so that it would not be read"
         else:
             continue

@@ -466,6 +466,13 @@ def test_a_weight_of_a_blend_that_reads_nothing(flag: str, weight: str, rule: st
         data_prefixes(args)
 
 
+def test_an_infinite_weight_is_named_not_those_beside_it() -> None:
+    args = flags.default_arguments()
+    args.data_path = ["1", "A", "inf", "B"]
+    with pytest.raises(MkdConfigError, match=r"^B has the weight inf in its blend; a weight must be a finite number"):
+        data_prefixes(args)
+
+
 def test_equal_weights_of_any_size() -> None:
     args = flags.default_arguments()
     for weight in ("1e-30", "0.5", "1e30"):
