@@ -6,8 +6,8 @@
     mkd cache merge CACHE PART PART ...
     mkd cache import CACHE FILE.parquet --tokenizer-model HF_DIR --teacher NAME
 
-`write` takes the launch line of a training run as it is, with --kd-teacher-hf or --kd-teacher-load: it reads the same
-data in the same layout, and ignores the flags of the student. See docs/teachers.md.
+`write` takes the launch line of a training run with --kd-teacher-hf or --kd-teacher-load: it reads the same data in the
+same layout, ignores the flags of the student, and refuses those of a teacher that need one. See docs/teachers.md.
 """
 
 import argparse
