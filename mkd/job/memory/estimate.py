@@ -45,20 +45,9 @@ KEYS, GRAPH, STUDENT_GRAPHS = "cached keys and values", "teacher CUDA graph", "s
 WRITING = "writing"
 """The phase in which the student writes texts."""
 PARTS = (
-    WEIGHTS,
-    GRADIENTS,
-    OPTIMIZER,
-    MAPS,
-    ACTIVATIONS,
-    STUDENT_GRAPHS,
-    TEACHER,
-    GRAPH,
-    HIDDEN,
-    LOGITS,
-    KEYS,
-    WORKING,
+    *(WEIGHTS, GRADIENTS, OPTIMIZER, MAPS, ACTIVATIONS, STUDENT_GRAPHS, TEACHER, GRAPH, HIDDEN, LOGITS, KEYS, WORKING),
+    WORKSPACES,
 )
-PARTS = (*PARTS, WORKSPACES)
 """Parts in the order of the table."""
 
 WORKSPACE_BYTES = int(0.1 * GIB)
