@@ -40,8 +40,8 @@ on_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(is_active(), reason="needs a GPU"),
 ]
-PROCESSES = max(1, min(12, (os.cpu_count() or 1) - 2))
-"""Processes on CPU; one for the GPU and this one remain."""
+CORES_BESIDE = 4
+"""Cores that processes on CPU leave to those on GPUs and to this one."""
 FP32_ON_GPU = 2e-4
 """Transformer Engine in fp32, with TF32 turned off."""
 TRITON = 2e-2
@@ -55,17 +55,22 @@ def fp32_bound(name: str) -> float:
     return TRITON if name in kernels else FP32_ON_GPU
 
 
+def parts(names: list[str], count: int) -> list[list[str]]:
+    """At most `count` parts of `names`, each in their order."""
+    return [names[i::count] for i in range(min(count, len(names)))]
+
+
 class Processes:
     """Results of the processes that compare `names`, as they are written."""
 
     def __init__(self, folder: Path, names: list[str], *, gpu: bool) -> None:
         self.folder = folder
         self.processes: dict[str, subprocess.Popen] = {}
-        count = min(PROCESSES if gpu else 2, len(names))
-        for i in range(count):
-            self.processes[f"cpu{i}"] = start("references", folder, names[i::count], f"cpu{i}", **CPU)
-        if gpu:
-            self.processes["gpu"] = start("measurements", folder, names, "gpu", **NO_TF32)
+        cores = max(1, (os.cpu_count() or 1) - CORES_BESIDE) if gpu else 2
+        for i, part in enumerate(parts(names, cores)):
+            self.processes[f"cpu{i}"] = start("references", folder, part, f"cpu{i}", **CPU)
+        for i, part in enumerate(parts(names, torch.cuda.device_count()) if gpu else []):
+            self.processes[f"gpu{i}"] = start("measurements", folder, part, f"gpu{i}", **NO_TF32, LOCAL_RANK=str(i))
 
     def result(self, name: str, role: str) -> dict[str, Any]:
         """Computations of one model: label -> errors or failure.

@@ -1,7 +1,7 @@
 """Gradients of every parameter of a family's model against transformers', in bf16 and fp32, on a GPU and on CPU.
 
 Processes of two kinds work on one folder. Those on CPU (`references`) write models, transformers' gradients, and the
-error of Megatron's local layers on CPU. One on the GPU (`measurements`) loads each model as soon as it is there.
+error of Megatron's local layers on CPU. Those on GPUs (`measurements`) load each model as soon as it is there.
 """
 
 import gc
@@ -63,8 +63,8 @@ LAUNCH = (
 """A process on CPU redirects torch.cuda before it imports megatron."""
 CPU = {"MKD_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 """Without a visible GPU, transformers computes with PyTorch's operations only."""
-PATIENCE = 120.0
-"""Seconds that the process on the GPU waits for a reference."""
+PATIENCE = 900.0
+"""Seconds that a process on a GPU waits for a reference; the test ends it when no process writes one any more."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ def one_rank() -> Iterator[None]:
     add_router_biases_in_fp32()
     dist.init_process_group("gloo" if is_active() else "nccl", rank=0, world_size=1, store=dist.HashStore())
     if not is_active():
-        torch.cuda.set_device(0)
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     ps.initialize_model_parallel(1, 1)
     model_parallel_cuda_manual_seed(1)
     try:
