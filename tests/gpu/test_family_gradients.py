@@ -40,8 +40,8 @@ on_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(is_active(), reason="needs a GPU"),
 ]
-CORES_BESIDE = 4
-"""Cores that processes on CPU leave to those on GPUs and to this one."""
+PER_GPU = 4
+"""Processes per GPU; most of their time is that of the host."""
 FP32_ON_GPU = 2e-4
 """Transformer Engine in fp32, with TF32 turned off."""
 TRITON = 2e-2
@@ -66,11 +66,13 @@ class Processes:
     def __init__(self, folder: Path, names: list[str], *, gpu: bool) -> None:
         self.folder = folder
         self.processes: dict[str, subprocess.Popen] = {}
-        cores = max(1, (os.cpu_count() or 1) - CORES_BESIDE) if gpu else 2
+        gpus = torch.cuda.device_count() if gpu else 0
+        cores = max(1, (os.cpu_count() or 1) - PER_GPU * gpus) if gpu else 2
         for i, part in enumerate(parts(names, cores)):
             self.processes[f"cpu{i}"] = start("references", folder, part, f"cpu{i}", **CPU)
-        for i, part in enumerate(parts(names, torch.cuda.device_count()) if gpu else []):
-            self.processes[f"gpu{i}"] = start("measurements", folder, part, f"gpu{i}", **NO_TF32, LOCAL_RANK=str(i))
+        for i, part in enumerate(parts(names, PER_GPU * gpus)):
+            device = {"LOCAL_RANK": str(i % gpus)}
+            self.processes[f"gpu{i}"] = start("measurements", folder, part, f"gpu{i}", **NO_TF32, **device)
 
     def result(self, name: str, role: str) -> dict[str, Any]:
         """Computations of one model: label -> errors or failure.

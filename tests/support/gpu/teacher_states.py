@@ -45,6 +45,7 @@ def run() -> None:
         hidden = gather_from_sequence_parallel_region(hidden, group=groups.tp)
     if groups.tp.rank() == 0:
         torch.save(hidden.float().flatten(0, -2).cpu(), os.environ["STATES"])
+    torch.distributed.barrier()  # a rank that ended before would take its part of the collectives with it
 
 
 if __name__ == "__main__":
