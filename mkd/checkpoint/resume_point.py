@@ -27,7 +27,7 @@ import torch.distributed as dist
 from mkd.checkpoint.integrity import changed_files, find_damage
 from mkd.checkpoint.megatron_folder import TRACKER, TRACKER_BYTES, iteration_name, iteration_of, tracked_folder
 from mkd.checkpoint.ranks import gather_objects
-from mkd.config.megatron_arg_names import ArgRole, comparable, names_with
+from mkd.config.megatron.arg_names import ArgRole, comparable, names_with
 from mkd.config.run_state import RunState
 from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.utils.atomic_files import rename, replacing

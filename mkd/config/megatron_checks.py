@@ -13,7 +13,7 @@ from mkd import cpu
 from mkd.config.epochs import iterations_are_unknown
 from mkd.config.fp8_teacher import MIN_FP8_CAPABILITY
 from mkd.config.kd_config import KDConfig, LayerPair
-from mkd.config.megatron_arg_names import ArgRole, names_with
+from mkd.config.megatron.arg_names import ArgRole, names_with
 from mkd.errors import MkdConfigError, MkdPackageError
 
 REQUIRED: dict[str, tuple[tuple[str, ...], str]] = {

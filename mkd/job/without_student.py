@@ -8,7 +8,7 @@ from mkd import cpu
 from mkd.checkpoint.source import ModelSource
 from mkd.config.checks import flag_of
 from mkd.config.kd_fields import KDFields
-from mkd.config.megatron_arg_names import ArgRole, names_with, values_without_student
+from mkd.config.megatron.arg_names import ArgRole, names_with, values_without_student
 from mkd.config.megatron_checks import check_attention_heads, check_divisions
 from mkd.errors import MkdConfigError
 from mkd.models.delta_rule import missing_kernel

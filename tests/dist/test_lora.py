@@ -19,7 +19,7 @@ from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.load import load_hf_weights
 from mkd.config.lora import LoraOptions
-from mkd.config.megatron_arg_names import ArgRole, names_with
+from mkd.config.megatron.arg_names import ArgRole, names_with
 from mkd.distributed.groups import Groups
 from mkd.job.memory.parameters import adapters_of_stage
 from mkd.models import shared_weights

@@ -31,7 +31,7 @@ from mkd.checkpoint.hf.writer import (
 )
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.config.flags import default_arguments
-from mkd.config.megatron_arg_names import ArgRole, comparable, in_order, names_with
+from mkd.config.megatron.arg_names import ArgRole, comparable, in_order, names_with
 from mkd.errors import MkdCheckpointError
 from mkd.utils.progress import ByteProgress
 

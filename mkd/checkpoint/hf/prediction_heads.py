@@ -9,7 +9,7 @@ from mkd.checkpoint.hf.check import left_out_names, read_architecture
 from mkd.checkpoint.hf.families import Family
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.writer import Plan
-from mkd.config.megatron_arg_names import ArgRole, names_with
+from mkd.config.megatron.arg_names import ArgRole, names_with
 
 
 class PredictionHeads:

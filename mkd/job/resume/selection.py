@@ -8,7 +8,7 @@ from mkd.checkpoint.resume_point import ResumePoint, check_same_teacher_everywhe
 from mkd.checkpoint.source import TeacherSource
 from mkd.config import megatron_args
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron_arg_names import ArgRole, names_with
+from mkd.config.megatron.arg_names import ArgRole, names_with
 from mkd.config.run_state import RunState
 from mkd.job.resume.compare import check_checkpoint
 

@@ -13,7 +13,7 @@ from mkd.checkpoint.hf.export import architecture_of
 from mkd.checkpoint.hf.families import DEEPSEEK_V3, FAMILIES, GPT_OSS, LLAMA, PHI3, UNSUPPORTED, family_of
 from mkd.checkpoint.hf.writer import config_with_dtype
 from mkd.config.flags import default_arguments
-from mkd.config.megatron_arg_names import ArgRole, names_with
+from mkd.config.megatron.arg_names import ArgRole, names_with
 from mkd.errors import MkdCheckpointError
 from mkd.models.layer_options import LayerOptions
 from mkd.models.model_options import ModelOptions

@@ -12,7 +12,7 @@ from mkd.checkpoint.hf.families.mamba import mamba_dims
 from mkd.checkpoint.hf.latent import latent_dims
 from mkd.checkpoint.hf.layouts import Dims
 from mkd.checkpoint.hf.tables import ATTENTION_OUT, MLP, MLP_NORM, QKV_WEIGHT, Entry, Item
-from mkd.config.megatron_arg_names import comparable
+from mkd.config.megatron.arg_names import comparable
 from mkd.errors import MkdCheckpointError
 
 _NESTED = ("per_layer_config", "text_config")

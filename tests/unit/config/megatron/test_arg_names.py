@@ -1,4 +1,4 @@
-"""mkd/config/megatron_arg_names.py has an entry for each model argument of the installed megatron-core."""
+"""mkd/config/megatron/arg_names.py has an entry for each model argument of the installed megatron-core."""
 
 from argparse import ArgumentParser
 from functools import cache
@@ -6,8 +6,8 @@ from functools import cache
 import pytest
 from megatron.training.arguments import add_megatron_arguments
 
-from mkd.config import megatron_arg_names as names
-from mkd.config.megatron_arg_names import (
+from mkd.config.megatron import arg_names as names
+from mkd.config.megatron.arg_names import (
     ARGS,
     ArgRole,
     comparable,
@@ -45,7 +45,7 @@ def test_each_model_argument_has_an_entry(title: str) -> None:
     (group,) = (group for group in parser()._action_groups if group.title == title)
     found = {action.dest for action in group._group_actions}
     assert found, "Megatron renamed the group"
-    assert sorted(found - ARGS.keys()) == [], "give these names their roles in mkd/config/megatron_arg_names.py"
+    assert sorted(found - ARGS.keys()) == [], "give these names their roles in mkd/config/megatron/arg_names.py"
 
 
 def test_each_entry_is_an_argument() -> None:
