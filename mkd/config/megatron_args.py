@@ -16,10 +16,10 @@ from mkd.compat.checkpoints import tracker_override
 from mkd.compat.refusals import megatron_refusals
 from mkd.compat.unpickling import allowed_classes_only
 from mkd.config.check_list import Check, run_checks
-from mkd.config.epochs import check_epochs
 from mkd.config.flags import flags_given
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.arg_names import ARGS, ArgRole, comparable, in_order
+from mkd.config.megatron.epochs import check_epochs
 from mkd.config.megatron_checks import (
     check_alternatives,
     check_attention_kernels,

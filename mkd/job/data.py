@@ -16,8 +16,8 @@ from mkd.checkpoint.source import ModelSource, PositionLimit
 from mkd.checkpoint.tokenizer_hash import tokenizer_hash
 from mkd.config import data_args
 from mkd.config.check_list import Sink
-from mkd.config.epochs import iterations_are_unknown
 from mkd.config.kd_config import KDConfig
+from mkd.config.megatron.epochs import iterations_are_unknown
 from mkd.config.megatron_checks import check_rows
 from mkd.config.teacher_args import row_multiple
 from mkd.data.datasets import build_datasets, check_data, check_splits

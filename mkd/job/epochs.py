@@ -4,8 +4,8 @@ import math
 from argparse import Namespace
 
 from mkd.checkpoint.resume_point import ResumePoint
-from mkd.config.epochs import iterations_are_unknown
 from mkd.config.kd_config import KDConfig
+from mkd.config.megatron.epochs import iterations_are_unknown
 from mkd.config.megatron_checks import check_learning_rate
 from mkd.job.data import JobData
 from mkd.job.resume.optimizer import check_stored_schedule

@@ -13,9 +13,9 @@ from mkd import cpu
 from mkd.checkpoint.adapters.peft_folder import open_hf_folder
 from mkd.checkpoint.hf.folder import store_assets
 from mkd.checkpoint.source import ModelSource, TeacherSource, compare_tokenizers
-from mkd.config.epochs import iterations_are_unknown
 from mkd.config.kd_config import KDConfig
 from mkd.config.loss_spec import divergence_text
+from mkd.config.megatron.epochs import iterations_are_unknown
 from mkd.config.teacher_args import has_own_layout
 from mkd.job.data import folder_of_tokenizer, hash_of_tokenizer, number_of_iterations
 from mkd.job.elsewhere.inference_teacher import InferenceSource

@@ -6,9 +6,9 @@ from dataclasses import asdict
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.resume_point import ResumePoint, changed_settings, check_same_job, check_teacher
 from mkd.checkpoint.source import TeacherSource
-from mkd.config.epochs import iterations_are_unknown
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.arg_names import ArgRole, names_with
+from mkd.config.megatron.epochs import iterations_are_unknown
 from mkd.config.megatron_checks import check_batches_grow
 from mkd.config.run_state import RunState
 from mkd.errors import MkdCheckpointError, MkdConfigError

@@ -13,9 +13,9 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.training.arguments import add_megatron_arguments
 
 from mkd.config import megatron_checks
-from mkd.config.epochs import UNKNOWN_ITERATIONS
 from mkd.config.flags import UNSUPPORTED, UNSUPPORTED_VALUES, refuse_contradictions
 from mkd.config.megatron.arg_names import ArgRole, names_with
+from mkd.config.megatron.epochs import UNKNOWN_ITERATIONS
 from mkd.errors import MkdConfigError
 
 TESTS = Path(__file__).resolve().parents[2]

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from mkd.config.epochs import UNKNOWN_ITERATIONS, check_epochs, iterations_are_unknown
 from mkd.config.kd_config import KDConfig
+from mkd.config.megatron.epochs import UNKNOWN_ITERATIONS, check_epochs, iterations_are_unknown
 from mkd.errors import MkdConfigError
 from mkd.job import epochs
 from mkd.job.epochs import iterations_of, set_iterations
