@@ -20,8 +20,8 @@ from mkd.checkpoint.resume_point import ResumePoint
 from mkd.checkpoint.source import EnsembleSource, ModelSource, TeacherSource, fewest_positions
 from mkd.config import megatron_checks
 from mkd.config.check_list import Check, Sink
-from mkd.config.data_args import data_prefixes
 from mkd.config.lora import LoraOptions, check_latent_adapters, check_lora_arguments, check_query_groups
+from mkd.config.megatron.data_args import data_prefixes
 from mkd.config.megatron_args import ARGUMENT_CHECKS, CommandLine, adopt_architecture
 from mkd.config.sample_prompts import check_on_policy, check_sampling, check_tasks
 from mkd.data.sources.stores import is_chat_file

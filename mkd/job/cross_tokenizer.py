@@ -18,8 +18,8 @@ from mkd.checkpoint.source import (
     fewest_positions,
     has_other_tokenizer,
 )
-from mkd.config import data_args
 from mkd.config.kd_config import KDConfig
+from mkd.config.megatron import data_args
 from mkd.config.teacher_args import row_multiple
 from mkd.data.byte_lengths import byte_lengths
 from mkd.data.packing.aligned_layout import AlignedRowLayout

@@ -14,9 +14,9 @@ from megatron.training.training import get_train_valid_test_num_samples, update_
 
 from mkd.checkpoint.source import ModelSource, PositionLimit
 from mkd.checkpoint.tokenizer_hash import tokenizer_hash
-from mkd.config import data_args
 from mkd.config.check_list import Sink
 from mkd.config.kd_config import KDConfig
+from mkd.config.megatron import data_args
 from mkd.config.megatron.epochs import iterations_are_unknown
 from mkd.config.megatron_checks import check_rows
 from mkd.config.teacher_args import row_multiple

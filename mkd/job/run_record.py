@@ -23,8 +23,8 @@ import torch
 
 import mkd
 from mkd import cpu
-from mkd.config.data_args import data_prefixes
 from mkd.config.flags import flag_parser
+from mkd.config.megatron.data_args import data_prefixes
 from mkd.config.run_file import FLAG, RECORD, given_flags, to_yaml
 from mkd.data.sources.stores import chat_files, is_chat_file
 from mkd.errors import MkdError

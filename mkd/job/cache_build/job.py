@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mkd.checkpoint.source import EnsembleSource, ModelSource, fewest_positions
-from mkd.config import data_args, flags, megatron_args
+from mkd.config import flags, megatron_args
 from mkd.config.kd_config import KDConfig
+from mkd.config.megatron import data_args
 from mkd.config.run_state import RunState
 from mkd.config.values import require_temperature
 from mkd.data.sources.stores import is_chat_file

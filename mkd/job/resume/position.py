@@ -8,9 +8,9 @@ from typing import Any
 
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.resume_point import ResumePoint
-from mkd.config.data_args import training_prefixes
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.arg_names import ArgRole, names_with
+from mkd.config.megatron.data_args import training_prefixes
 from mkd.config.run_state import RunState
 from mkd.data.sources.stores import content_fingerprint, is_chat_file
 from mkd.utils.atomic_files import hash_of

@@ -27,7 +27,7 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import parse_and_validate_args
 from torch import Tensor
 
-from mkd.config.data_args import dataset_config
+from mkd.config.megatron.data_args import dataset_config
 from mkd.cpu.flags import VALUES
 
 

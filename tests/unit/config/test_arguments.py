@@ -17,10 +17,10 @@ from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.config import flags, megatron_args
 from mkd.config.check_list import run_checks
-from mkd.config.data_args import data_prefixes, dataset_config
 from mkd.config.flags import flag_parser, flags_given, parse_command_line, refuse_contradictions
 from mkd.config.kd_config import KDConfig, LayerPair
 from mkd.config.megatron.arg_names import ArgRole, names_with
+from mkd.config.megatron.data_args import data_prefixes, dataset_config
 from mkd.config.megatron_args import ARGUMENT_CHECKS, CommandLine, adopt_architecture
 from mkd.config.megatron_checks import (
     REQUIRED,
