@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 import mkd.cpu
 from mkd.config.flags import default_arguments
-from mkd.config.fp8_teacher import compute_in_fp8
 from mkd.config.kd_config import KDConfig
+from mkd.config.megatron.fp8_teacher import compute_in_fp8
 from mkd.cpu.flags import set_cpu_values
 from mkd.data.batch import KDBatch
 from mkd.distributed.groups import Groups

@@ -46,7 +46,7 @@ from bench_common import (
 from bench_models import Sizes, model_arguments
 from torch import Tensor
 
-from mkd.config.fp8_teacher import compute_in_fp8
+from mkd.config.megatron.fp8_teacher import compute_in_fp8
 from mkd.data.batch import KDBatch, next_microbatches
 from mkd.data.lookahead import Lookahead
 from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes

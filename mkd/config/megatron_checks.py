@@ -10,10 +10,10 @@ from typing import Any
 from megatron.core.transformer.enums import AttnBackend
 
 from mkd import cpu
-from mkd.config.fp8_teacher import MIN_FP8_CAPABILITY
 from mkd.config.kd_config import KDConfig, LayerPair
 from mkd.config.megatron.arg_names import ArgRole, names_with
 from mkd.config.megatron.epochs import iterations_are_unknown
+from mkd.config.megatron.fp8_teacher import MIN_FP8_CAPABILITY
 from mkd.errors import MkdConfigError, MkdPackageError
 
 REQUIRED: dict[str, tuple[tuple[str, ...], str]] = {

@@ -10,9 +10,9 @@ import torch
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from mkd.config.flags import default_arguments
-from mkd.config.fp8_teacher import compute_in_fp8
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.arg_names import ArgRole, frozen_values, names_with
+from mkd.config.megatron.fp8_teacher import compute_in_fp8
 from mkd.config.megatron_checks import (
     check_attention_heads,
     check_attention_kernels,

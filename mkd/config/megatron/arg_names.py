@@ -1,7 +1,7 @@
 """Names of Megatron's arguments, one entry per name with its roles in a student, a teacher and a checkpoint.
 
 Every list of such names in mkd is a query on `ARGS`. A new argument of Megatron's model groups needs an entry here
-(tests/unit/config/test_megatron_arg_names.py): give it the roles that apply, and it is compared when a job resumes,
+(tests/unit/config/megatron/test_arg_names.py): give it the roles that apply, and it is compared when a job resumes,
 adopted with --use-checkpoint-args, or shared with the teacher.
 """
 

@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from mkd import cpu
-from mkd.config.fp8_teacher import MIN_FP8_CAPABILITY
 from mkd.config.megatron import data_args
+from mkd.config.megatron.fp8_teacher import MIN_FP8_CAPABILITY
 from mkd.data.sources.preview import BEGIN, END
 from mkd.job.doctor import split
 from mkd.job.doctor.findings import Findings

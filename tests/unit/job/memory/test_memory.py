@@ -8,9 +8,9 @@ import torch
 
 from mkd.checkpoint.adapters.layers import adapted_linears
 from mkd.checkpoint.hf.families import family_by_name
-from mkd.config.fp8_teacher import compute_in_fp8
 from mkd.config.kd_config import KDConfig
 from mkd.config.lora import LoraOptions
+from mkd.config.megatron.fp8_teacher import compute_in_fp8
 from mkd.job.memory import Workload, estimate, fullest, outside_of_torch
 from mkd.job.memory.activations import backward_working_bytes, kept_by_layers, layer_bytes
 from mkd.job.memory.estimate import (

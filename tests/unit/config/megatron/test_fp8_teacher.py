@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from mkd.config.fp8_teacher import check_fp8_teacher
 from mkd.config.kd_config import KDConfig
+from mkd.config.megatron.fp8_teacher import check_fp8_teacher
 from mkd.errors import MkdConfigError
 
 LLAMA_8B = dict(
