@@ -19,28 +19,16 @@ from mkd.config.check_list import Check, run_checks
 from mkd.config.flags import flags_given
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.arg_names import ARGS, ArgRole, comparable, in_order
+from mkd.config.megatron.checks.attention import check_attention_kernels, check_context_parallel
+from mkd.config.megatron.checks.batches import check_batch
+from mkd.config.megatron.checks.checkpoints import check_saving
+from mkd.config.megatron.checks.cuda_graphs import check_student_graphs
+from mkd.config.megatron.checks.layout import check_ranks, check_sizes, check_student
+from mkd.config.megatron.checks.optimizer import check_learning_rate, check_optimizer
+from mkd.config.megatron.checks.parts import check_parts, check_student_fp8, check_trackers
+from mkd.config.megatron.checks.rows import check_positions, check_sequence, check_variable_lengths
+from mkd.config.megatron.checks.run_length import check_alternatives, check_intervals, check_required
 from mkd.config.megatron.epochs import check_epochs
-from mkd.config.megatron_checks import (
-    check_alternatives,
-    check_attention_kernels,
-    check_batch,
-    check_context_parallel,
-    check_intervals,
-    check_learning_rate,
-    check_optimizer,
-    check_parts,
-    check_positions,
-    check_ranks,
-    check_required,
-    check_saving,
-    check_sequence,
-    check_sizes,
-    check_student,
-    check_student_fp8,
-    check_student_graphs,
-    check_trackers,
-    check_variable_lengths,
-)
 from mkd.config.run_state import RunState
 from mkd.cpu.flags import set_cpu_values
 from mkd.cpu.machine_needs import check_machine_needs

@@ -12,18 +12,11 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 from mkd.config.flags import default_arguments
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.arg_names import ArgRole, frozen_values, names_with
+from mkd.config.megatron.checks.attention import check_attention_heads, check_attention_kernels, check_context_parallel
+from mkd.config.megatron.checks.cuda_graphs import reason_against_capture
+from mkd.config.megatron.checks.layout import check_divisions, check_ranks
+from mkd.config.megatron.checks.rows import check_packing, check_sequence, length_multiple
 from mkd.config.megatron.fp8_teacher import compute_in_fp8
-from mkd.config.megatron_checks import (
-    check_attention_heads,
-    check_attention_kernels,
-    check_context_parallel,
-    check_divisions,
-    check_packing,
-    check_ranks,
-    check_sequence,
-    length_multiple,
-    reason_against_capture,
-)
 from mkd.errors import MkdConfigError
 
 TEACHER_PREFIX = "--kd-teacher-"

@@ -18,9 +18,13 @@ from mkd.checkpoint.adapters.stored import StoredAdapters, short_names
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.resume_point import ResumePoint
 from mkd.checkpoint.source import EnsembleSource, ModelSource, TeacherSource, fewest_positions
-from mkd.config import megatron_checks
 from mkd.config.check_list import Check, Sink
 from mkd.config.lora import LoraOptions, check_latent_adapters, check_lora_arguments, check_query_groups
+from mkd.config.megatron.checks.batches import check_virtual_stages
+from mkd.config.megatron.checks.experts import check_experts
+from mkd.config.megatron.checks.losses import check_layer_pairs, check_top_k
+from mkd.config.megatron.checks.parts import check_transformer_engine
+from mkd.config.megatron.checks.rows import check_rows
 from mkd.config.megatron.data_args import data_prefixes
 from mkd.config.megatron_args import ARGUMENT_CHECKS, CommandLine, adopt_architecture
 from mkd.config.sample_prompts import check_on_policy, check_sampling, check_tasks
@@ -192,7 +196,7 @@ def _check_tokenizer(draft: JobDraft) -> None:
 
 def _check_layer_pairs(draft: JobDraft) -> None:
     layers = draft.source.architecture.get("num_layers", 0)
-    megatron_checks.check_layer_pairs(draft.kd.layer_pairs, draft.args, layers)
+    check_layer_pairs(draft.kd.layer_pairs, draft.args, layers)
 
 
 def _check_checkpoint(draft: JobDraft) -> None:
@@ -243,12 +247,12 @@ def _sort_teachers(draft: JobDraft) -> None:
 
 def _check_top_k(draft: JobDraft) -> None:
     if draft.true_vocab is not None:
-        megatron_checks.check_top_k(draft.kd, draft.true_vocab)
+        check_top_k(draft.kd, draft.true_vocab)
 
 
 def _check_rows(draft: JobDraft) -> None:
     has_chats = any(map(is_chat_file, data_prefixes(draft.args)))
-    megatron_checks.check_rows(draft.args, draft.kd, has_chats)
+    check_rows(draft.args, draft.kd, has_chats)
 
 
 def _check_data_files(draft: JobDraft) -> None:
@@ -329,16 +333,16 @@ CHECKS: tuple[Check[JobDraft], ...] = (
     *ARGUMENT_CHECKS,
     Check(
         "experts",
-        lambda draft: megatron_checks.check_experts(draft.args),
+        lambda draft: check_experts(draft.args),
         needs=("architecture", "parallel sizes", "--seq-length", "--micro-batch-size"),
     ),
     Check(
         "virtual stages",
-        lambda draft: megatron_checks.check_virtual_stages(draft.args),
+        lambda draft: check_virtual_stages(draft.args),
         needs=("megatron's checks",),
     ),
     Check("vocabulary", _find_vocabulary, needs=("student",)),
-    Check("transformer engine", lambda draft: megatron_checks.check_transformer_engine(draft.args)),
+    Check("transformer engine", lambda draft: check_transformer_engine(draft.args)),
     Check("student's tokenizer", _check_tokenizer, needs=("tokenizer",)),
     Check("--kd-lora", _find_adapters, needs=("student", "architecture", "parallel sizes")),
     Check("layer pairs", _check_layer_pairs, needs=("teacher source", "--num-layers")),

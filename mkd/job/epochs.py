@@ -5,8 +5,8 @@ from argparse import Namespace
 
 from mkd.checkpoint.resume_point import ResumePoint
 from mkd.config.kd_config import KDConfig
+from mkd.config.megatron.checks.optimizer import check_learning_rate
 from mkd.config.megatron.epochs import iterations_are_unknown
-from mkd.config.megatron_checks import check_learning_rate
 from mkd.job.data import JobData
 from mkd.job.resume.optimizer import check_stored_schedule
 from mkd.utils.logging import logger

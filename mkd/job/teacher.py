@@ -12,8 +12,8 @@ from megatron.training.models import GPTModelConfig
 from mkd.checkpoint.source import EnsembleSource, ModelSource, TeacherSource
 from mkd.config.check_list import Sink
 from mkd.config.kd_config import KDConfig
+from mkd.config.megatron.checks.layout import has_even_stages
 from mkd.config.megatron.fp8_teacher import check_fp8_teacher
-from mkd.config.megatron_checks import has_even_stages
 from mkd.config.teacher_args import (
     check_teacher_divides,
     check_teacher_graph,

@@ -80,8 +80,13 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **modules: object) -> None:
     def find(name: str, package: str | None = None) -> object:
         return modules[name] if name in modules else real(name, package)
 
-    for module in ("mkd.job.doctor.environment", "mkd.job.doctor.run", "mkd.config.megatron_checks"):
-        monkeypatch.setattr(f"{module}.find_spec", find)
+    for module in (
+        "job.doctor.environment",
+        "job.doctor.run",
+        "config.megatron.checks.parts",
+        "config.megatron.checks.experts",
+    ):
+        monkeypatch.setattr(f"mkd.{module}.find_spec", find)
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from mkd.checkpoint.resume_point import ResumePoint, changed_settings, check_sam
 from mkd.checkpoint.source import TeacherSource
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.arg_names import ArgRole, names_with
+from mkd.config.megatron.checks.batches import check_batches_grow
 from mkd.config.megatron.epochs import iterations_are_unknown
-from mkd.config.megatron_checks import check_batches_grow
 from mkd.config.run_state import RunState
 from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.job.resume.optimizer import check_optimizer_layout, check_same_optimizer, check_stored_schedule

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron_checks import check_student_graphs
+from mkd.config.megatron.checks.cuda_graphs import check_student_graphs
 from mkd.errors import MkdConfigError
 from tests.support.memory_jobs import llama_arguments
 

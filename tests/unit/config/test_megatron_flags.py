@@ -12,9 +12,11 @@ import pytest
 from megatron.core.transformer.enums import AttnBackend
 from megatron.training.arguments import add_megatron_arguments
 
-from mkd.config import megatron_checks
 from mkd.config.flags import UNSUPPORTED, UNSUPPORTED_VALUES, refuse_contradictions
 from mkd.config.megatron.arg_names import ArgRole, names_with
+from mkd.config.megatron.checks.optimizer import check_optimizer
+from mkd.config.megatron.checks.parts import check_parts
+from mkd.config.megatron.checks.run_length import check_alternatives
 from mkd.config.megatron.epochs import UNKNOWN_ITERATIONS
 from mkd.errors import MkdConfigError
 
@@ -223,10 +225,10 @@ SOURCES = dict(mock_data=False, data_path=["a"], train_data_path=None, valid_dat
     ],
 )
 def test_alternatives_are_refused_by_name(changes: dict, message: str) -> None:
-    megatron_checks.check_alternatives(Namespace(**LENGTHS, **SOURCES))
-    megatron_checks.check_alternatives(Namespace(**{**LENGTHS, **SOURCES, "train_iters": None, "train_samples": 12}))
+    check_alternatives(Namespace(**LENGTHS, **SOURCES))
+    check_alternatives(Namespace(**{**LENGTHS, **SOURCES, "train_iters": None, "train_samples": 12}))
     with pytest.raises(MkdConfigError, match=message):
-        megatron_checks.check_alternatives(Namespace(**{**LENGTHS, **SOURCES, **changes}))
+        check_alternatives(Namespace(**{**LENGTHS, **SOURCES, **changes}))
 
 
 DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -238,29 +240,27 @@ def optimizer(name: str, **changes: bool | str) -> Namespace:
 
 
 def test_an_optimizer_of_a_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron_checks, "find_spec", lambda name: None)
+    monkeypatch.setattr("mkd.config.megatron.checks.optimizer.find_spec", lambda name: None)
     for name in ("adam", "sgd"):
-        megatron_checks.check_optimizer(optimizer(name))
+        check_optimizer(optimizer(name))
     with pytest.raises(MkdConfigError, match="--optimizer lion needs the package emerging-optimizers"):
-        megatron_checks.check_optimizer(optimizer("lion"))
+        check_optimizer(optimizer("lion"))
 
 
 def test_optimizers_that_cannot_be_distributed() -> None:
-    megatron_checks.check_optimizer(
-        optimizer("adam", use_distributed_optimizer=True, use_precision_aware_optimizer=True)
-    )
+    check_optimizer(optimizer("adam", use_distributed_optimizer=True, use_precision_aware_optimizer=True))
     with pytest.raises(MkdConfigError, match="--optimizer sgd does not work with --use-distributed-optimizer"):
-        megatron_checks.check_optimizer(optimizer("sgd", use_distributed_optimizer=True))
+        check_optimizer(optimizer("sgd", use_distributed_optimizer=True))
     with pytest.raises(MkdConfigError, match="--use-precision-aware-optimizer needs --use-distributed-optimizer"):
-        megatron_checks.check_optimizer(optimizer("adam", use_precision_aware_optimizer=True))
+        check_optimizer(optimizer("adam", use_precision_aware_optimizer=True))
 
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_precisions_of_the_precision_aware_optimizer(name: str) -> None:
     with pytest.raises(MkdConfigError, match=f"--{name.replace('_', '-')} bf16 needs --use-precision-aware-optimizer"):
-        megatron_checks.check_optimizer(optimizer("adam", **{name: "bf16"}))
+        check_optimizer(optimizer("adam", **{name: "bf16"}))
     both = {"use_distributed_optimizer": True, "use_precision_aware_optimizer": True}
-    megatron_checks.check_optimizer(optimizer("adam", **both, **{name: "bf16"}))
+    check_optimizer(optimizer("adam", **both, **{name: "bf16"}))
 
 
 @pytest.mark.parametrize(
@@ -278,9 +278,9 @@ def test_parts_that_are_missing_are_refused(
     changes: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """megatron raises an assertion when it builds the models, or later."""
-    monkeypatch.setattr(megatron_checks, "find_spec", lambda name: None)
+    monkeypatch.setattr("mkd.config.megatron.checks.parts.find_spec", lambda name: None)
     args = Namespace(transformer_impl="local", fp8_param_gather=False, attention_backend=AttnBackend.auto)
-    megatron_checks.check_parts(args)
-    megatron_checks.check_parts(Namespace(**vars(args), experimental_attention_variant="gated_delta_net"))
+    check_parts(args)
+    check_parts(Namespace(**vars(args), experimental_attention_variant="gated_delta_net"))
     with pytest.raises(MkdConfigError, match=message):
-        megatron_checks.check_parts(Namespace(**{**vars(args), **changes}))
+        check_parts(Namespace(**{**vars(args), **changes}))

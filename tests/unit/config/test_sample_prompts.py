@@ -9,7 +9,8 @@ import pytest
 
 from mkd.config.flags import default_arguments
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron_checks import check_intervals, check_saving
+from mkd.config.megatron.checks.checkpoints import check_saving
+from mkd.config.megatron.checks.run_length import check_intervals
 from mkd.config.sample_prompts import check_on_policy, check_sampling, check_tasks
 from mkd.errors import MkdConfigError
 

@@ -14,7 +14,8 @@ from megatron.core.datasets.utils import Split
 from torch.utils.data import default_collate
 
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron_checks import check_rows, check_top_k
+from mkd.config.megatron.checks.losses import check_top_k
+from mkd.config.megatron.checks.rows import check_rows
 from mkd.data.batch import KDBatch
 from mkd.data.datasets import build_datasets, check_splits
 from mkd.data.packing.row_layout import RowLayout

@@ -11,9 +11,8 @@ import pytest
 from megatron.training import global_vars
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mkd.config import megatron_checks as flag_checks
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron_checks import check_trackers
+from mkd.config.megatron.checks.parts import check_trackers
 from mkd.errors import MkdConfigError, MkdNodeError
 from mkd.report import trackers
 from mkd.report.samples import Sample
@@ -133,7 +132,7 @@ def test_training_continues_when_a_server_fails(monkeypatch: pytest.MonkeyPatch,
 def test_tracker_that_is_not_installed(
     monkeypatch: pytest.MonkeyPatch, flag: str, args: Namespace, config: dict
 ) -> None:
-    monkeypatch.setattr(flag_checks, "find_spec", lambda name: None)
+    monkeypatch.setattr("mkd.config.megatron.checks.parts.find_spec", lambda name: None)
     with pytest.raises(MkdConfigError, match=flag):
         check_trackers(args, kd(**config))
     check_trackers(arguments(), kd())
@@ -152,7 +151,7 @@ def test_wandb_failure_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_wandb_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flag_checks, "find_spec", lambda name: name)
+    monkeypatch.setattr("mkd.config.megatron.checks.parts.find_spec", lambda name: name)
     for missing, args in {
         "--wandb-exp-name": arguments(wandb_project="W"),
         "--wandb-save-dir": arguments(wandb_project="W", wandb_exp_name="x"),
