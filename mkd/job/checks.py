@@ -25,9 +25,9 @@ from mkd.config.megatron.checks.experts import check_experts
 from mkd.config.megatron.checks.losses import check_layer_pairs, check_top_k
 from mkd.config.megatron.checks.parts import check_transformer_engine
 from mkd.config.megatron.checks.rows import check_rows
+from mkd.config.megatron.checks.written_texts import check_on_policy, check_sampling, check_tasks
 from mkd.config.megatron.data_args import data_prefixes
 from mkd.config.megatron_args import ARGUMENT_CHECKS, CommandLine, adopt_architecture
-from mkd.config.sample_prompts import check_on_policy, check_sampling, check_tasks
 from mkd.data.sources.stores import is_chat_file
 from mkd.errors import MkdConfigError, MkdNodeError
 from mkd.job.cross_tokenizer import CrossTokenizers, sort_teachers

@@ -11,7 +11,7 @@ from mkd.config.flags import default_arguments
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.checks.checkpoints import check_saving
 from mkd.config.megatron.checks.run_length import check_intervals
-from mkd.config.sample_prompts import check_on_policy, check_sampling, check_tasks
+from mkd.config.megatron.checks.written_texts import check_on_policy, check_sampling, check_tasks
 from mkd.errors import MkdConfigError
 
 
