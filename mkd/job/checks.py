@@ -19,7 +19,8 @@ from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.resume_point import ResumePoint
 from mkd.checkpoint.source import EnsembleSource, ModelSource, TeacherSource, fewest_positions
 from mkd.config.check_list import Check, Sink
-from mkd.config.lora import LoraOptions, check_latent_adapters, check_lora_arguments, check_query_groups
+from mkd.config.lora import LoraOptions
+from mkd.config.megatron.checks.adapters import check_latent_adapters, check_lora_arguments, check_query_groups
 from mkd.config.megatron.checks.batches import check_virtual_stages
 from mkd.config.megatron.checks.experts import check_experts
 from mkd.config.megatron.checks.losses import check_layer_pairs, check_top_k

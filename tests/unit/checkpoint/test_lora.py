@@ -12,7 +12,8 @@ from mkd.checkpoint.adapters.stored import StoredAdapters
 from mkd.checkpoint.hf.families import FAMILIES, family_by_name
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.config.kd_config import KDConfig
-from mkd.config.lora import LoraOptions, check_latent_adapters, check_lora_arguments, check_query_groups
+from mkd.config.lora import LoraOptions
+from mkd.config.megatron.checks.adapters import check_latent_adapters, check_lora_arguments, check_query_groups
 from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.models.adapted_layers import AdaptedLinear, RowPart
 from tests.support.hf_models import HYBRID_MODELS, LATENT_SIZES, MIXER_MODELS

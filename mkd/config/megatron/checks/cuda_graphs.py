@@ -8,8 +8,6 @@ from mkd.errors import MkdConfigError
 
 GRAPH_IMPLEMENTATION = "transformer_engine"
 """The value of --cuda-graph-impl that captures each layer of the student, forward and backward."""
-
-
 _OTHER_GRAPHS = {
     "full_iteration": "each step would repeat the numbers that the host has computed for the captured one",
     "local": "it has not been tested",
