@@ -21,7 +21,7 @@ from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.arg_names import ARGS, ArgRole, comparable, in_order
 from mkd.config.megatron.checks.attention import check_attention_kernels, check_context_parallel
 from mkd.config.megatron.checks.batches import check_batch
-from mkd.config.megatron.checks.checkpoints import check_saving
+from mkd.config.megatron.checks.checkpoints import check_load, check_saving
 from mkd.config.megatron.checks.cuda_graphs import check_student_graphs
 from mkd.config.megatron.checks.layout import check_ranks, check_sizes, check_student
 from mkd.config.megatron.checks.optimizer import check_learning_rate, check_optimizer
@@ -32,8 +32,7 @@ from mkd.config.megatron.epochs import check_epochs
 from mkd.config.run_state import RunState
 from mkd.cpu.flags import set_cpu_values
 from mkd.cpu.machine_needs import check_machine_needs
-from mkd.errors import MkdCheckpointError, MkdConfigError, MkdNodeError
-from mkd.utils.folder_formats import TRACKER, hf_hint
+from mkd.errors import MkdConfigError, MkdNodeError
 from mkd.utils.json_files import require_regular_files
 from mkd.utils.logging import logger
 from mkd.utils.pretrained import code_needed, remote_code_refused
@@ -188,37 +187,6 @@ def _has_fused_weight_gradient() -> bool:
     except ImportError:
         return False
     return True
-
-
-def has_checkpoint(folder: str | None) -> bool:
-    """True if a Megatron checkpoint folder has a checkpoint."""
-    return folder is not None and (Path(folder) / TRACKER).is_file()
-
-
-def saves_where_it_loads(args: Namespace) -> bool:
-    """True if `--load` and `--save` are one folder, as for a job that restarts itself."""
-    return None not in (args.load, args.save) and Path(args.load).resolve() == Path(args.save).resolve()
-
-
-def check_load(args: Namespace, kd: KDConfig, state: RunState) -> None:
-    """Refuse initial weights from two sources, and folders without a checkpoint."""
-    if args.pretrained_checkpoint is not None:
-        if kd.student_hf is not None:
-            raise MkdConfigError(
-                f"--kd-student-hf {kd.student_hf} and --pretrained-checkpoint {args.pretrained_checkpoint} both give "
-                "the student's initial weights: give one of them"
-            )
-        if not has_checkpoint(args.pretrained_checkpoint):
-            remedy = hf_hint(Path(args.pretrained_checkpoint), "--pretrained-checkpoint") or ": correct the path"
-            raise MkdCheckpointError(
-                f"--pretrained-checkpoint {args.pretrained_checkpoint} has no checkpoint (no {TRACKER} there){remedy}"
-            )
-    # The first start of a job that restarts itself: --load and --save are one folder, which is still empty.
-    if args.load is None or state.resumes or saves_where_it_loads(args):
-        return
-    remedy = hf_hint(Path(args.load), "--pretrained-checkpoint")
-    remedy = remedy or ": correct the path, or leave --load out to start from step 0"
-    raise MkdCheckpointError(f"--load {args.load} has no checkpoint (no {TRACKER} there){remedy}")
 
 
 def true_vocabulary(args: Namespace) -> int:

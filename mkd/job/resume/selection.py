@@ -6,9 +6,10 @@ from pathlib import Path
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.resume_point import ResumePoint, check_same_teacher_everywhere, resolve, select
 from mkd.checkpoint.source import TeacherSource
-from mkd.config import megatron_args
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.arg_names import ArgRole, names_with
+from mkd.config.megatron.checks.checkpoints import has_checkpoint, saves_where_it_loads
+from mkd.config.megatron_args import adopt_architecture
 from mkd.config.run_state import RunState
 from mkd.job.resume.compare import check_checkpoint
 
@@ -20,12 +21,12 @@ def select_checkpoint(args: Namespace, state: RunState) -> ResumePoint | None:
         MkdCheckpointError: there are checkpoints, and none may be used.
     """
     if args.ckpt_format != "torch_dist":
-        state.resume_from = str(Path(args.load)) if megatron_args.has_checkpoint(args.load) else None
+        state.resume_from = str(Path(args.load)) if has_checkpoint(args.load) else None
         return None
     if args.load is None:
         state.resume_from = None
         return None
-    point = select(Path(args.load), own=megatron_args.saves_where_it_loads(args), step=args.ckpt_step)
+    point = select(Path(args.load), own=saves_where_it_loads(args), step=args.ckpt_step)
     state.resume_from = None if point.folder is None else str(point.folder)
     return point
 
@@ -41,7 +42,7 @@ def adopt_from_checkpoint(args: Namespace, state: RunState) -> None:
         return
     stored = vars(MegatronFolder(path, "--use-checkpoint-args").args)
     values = {name: stored[name] for name in names_with(ArgRole.ADOPTED) if name in stored}
-    megatron_args.adopt_architecture(args, values, f"the checkpoint in {path}")
+    adopt_architecture(args, values, f"the checkpoint in {path}")
 
 
 def check_first_weights(args: Namespace, state: RunState) -> None:
@@ -71,7 +72,7 @@ def resolve_checkpoint(
     check_same_teacher_everywhere(state.teacher_fingerprint, teacher.origin)
     if point is None:
         return
-    own = megatron_args.saves_where_it_loads(args)
+    own = saves_where_it_loads(args)
     resolved = resolve(point, own=own, step=args.ckpt_step, check_content=not kd.skip_checkpoint_hashes)
     state.resume_from = None if resolved.folder is None else str(resolved.folder)
     if resolved.name != point.name:

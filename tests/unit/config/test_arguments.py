@@ -15,13 +15,14 @@ import torch
 from mkd import cpu
 from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
-from mkd.config import flags, megatron_args
+from mkd.config import flags
 from mkd.config.check_list import run_checks
 from mkd.config.flags import flag_parser, flags_given, parse_command_line, refuse_contradictions
 from mkd.config.kd_config import KDConfig, LayerPair
 from mkd.config.megatron.arg_names import ArgRole, names_with
 from mkd.config.megatron.checks.attention import check_attention_heads, check_attention_kernels
 from mkd.config.megatron.checks.batches import check_batches_grow, check_virtual_stages
+from mkd.config.megatron.checks.checkpoints import has_checkpoint
 from mkd.config.megatron.checks.experts import check_experts
 from mkd.config.megatron.checks.layout import check_divisions
 from mkd.config.megatron.checks.losses import check_layer_pairs
@@ -635,10 +636,10 @@ def test_a_checkpoint_of_another_layout_is_a_teacher_in_this_one(architecture):
 
 
 def test_has_checkpoint(tmp_path: Path):
-    assert not megatron_args.has_checkpoint(None)
-    assert not megatron_args.has_checkpoint(str(tmp_path))
+    assert not has_checkpoint(None)
+    assert not has_checkpoint(str(tmp_path))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
-    assert megatron_args.has_checkpoint(str(tmp_path))
+    assert has_checkpoint(str(tmp_path))
 
 
 @pytest.mark.parametrize(

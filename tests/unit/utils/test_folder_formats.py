@@ -8,7 +8,7 @@ import pytest
 
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.megatron_folder import MegatronFolder
-from mkd.config.megatron_args import check_load
+from mkd.config.megatron.checks.checkpoints import check_load
 from mkd.config.run_state import RunState
 from mkd.errors import MkdCheckpointError
 from mkd.utils.folder_formats import CONFIG, TRACKER

@@ -1,11 +1,14 @@
-"""Checkpoints: their format, their intervals, and which of them are kept."""
+"""Checkpoints: folders that hold them, their format, their intervals, and which of them are kept."""
 
 from argparse import Namespace
 from importlib.util import find_spec
+from pathlib import Path
 
 from mkd import cpu
 from mkd.config.kd_config import KDConfig
-from mkd.errors import MkdConfigError
+from mkd.config.run_state import RunState
+from mkd.errors import MkdCheckpointError, MkdConfigError
+from mkd.utils.folder_formats import TRACKER, hf_hint
 
 
 def _check_keep_best(args: Namespace, metric: str) -> None:
@@ -69,3 +72,34 @@ def check_saving(args: Namespace, kd: KDConfig) -> None:
         raise MkdConfigError(
             "--async-save needs the package nvidia-resiliency-ext: install it, or give --async-strategy mcore"
         )
+
+
+def has_checkpoint(folder: str | None) -> bool:
+    """True if a Megatron checkpoint folder has a checkpoint."""
+    return folder is not None and (Path(folder) / TRACKER).is_file()
+
+
+def saves_where_it_loads(args: Namespace) -> bool:
+    """True if `--load` and `--save` are one folder, as for a job that restarts itself."""
+    return None not in (args.load, args.save) and Path(args.load).resolve() == Path(args.save).resolve()
+
+
+def check_load(args: Namespace, kd: KDConfig, state: RunState) -> None:
+    """Refuse initial weights from two sources, and folders without a checkpoint."""
+    if args.pretrained_checkpoint is not None:
+        if kd.student_hf is not None:
+            raise MkdConfigError(
+                f"--kd-student-hf {kd.student_hf} and --pretrained-checkpoint {args.pretrained_checkpoint} both give "
+                "the student's initial weights: give one of them"
+            )
+        if not has_checkpoint(args.pretrained_checkpoint):
+            remedy = hf_hint(Path(args.pretrained_checkpoint), "--pretrained-checkpoint") or ": correct the path"
+            raise MkdCheckpointError(
+                f"--pretrained-checkpoint {args.pretrained_checkpoint} has no checkpoint (no {TRACKER} there){remedy}"
+            )
+    # The first start of a job that restarts itself: --load and --save are one folder, which is still empty.
+    if args.load is None or state.resumes or saves_where_it_loads(args):
+        return
+    remedy = hf_hint(Path(args.load), "--pretrained-checkpoint")
+    remedy = remedy or ": correct the path, or leave --load out to start from step 0"
+    raise MkdCheckpointError(f"--load {args.load} has no checkpoint (no {TRACKER} there){remedy}")
