@@ -24,7 +24,7 @@ from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.megatron_load import load_megatron_weights
 from mkd.checkpoint.ranks import one_rank
 from mkd.config.flags import default_arguments
-from mkd.config.teacher_args import teacher_arguments
+from mkd.config.megatron.teacher_args import teacher_arguments
 from mkd.cpu.flags import set_cpu_values
 from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.models.gpt import gpt_config

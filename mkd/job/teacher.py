@@ -14,7 +14,7 @@ from mkd.config.check_list import Sink
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.checks.layout import has_even_stages
 from mkd.config.megatron.fp8_teacher import check_fp8_teacher
-from mkd.config.teacher_args import (
+from mkd.config.megatron.teacher_args import (
     check_teacher_divides,
     check_teacher_graph,
     check_teacher_layout,

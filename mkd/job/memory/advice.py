@@ -14,7 +14,7 @@ from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.arg_names import ArgRole, names_with
 from mkd.config.megatron.checks.layout import check_divisions, has_even_stages
 from mkd.config.megatron.checks.rows import length_multiple
-from mkd.config.teacher_args import (
+from mkd.config.megatron.teacher_args import (
     check_teacher_divides,
     check_teacher_layout,
     has_own_layout,

@@ -29,8 +29,8 @@ from mkd.config.megatron.checks.losses import check_layer_pairs
 from mkd.config.megatron.checks.rows import check_variable_lengths, length_multiple
 from mkd.config.megatron.checks.run_length import REQUIRED, check_required
 from mkd.config.megatron.data_args import data_prefixes, dataset_config
+from mkd.config.megatron.teacher_args import teacher_arguments
 from mkd.config.megatron_args import ARGUMENT_CHECKS, CommandLine, adopt_architecture
-from mkd.config.teacher_args import teacher_arguments
 from mkd.errors import MkdConfigError, MkdDataError, MkdPackageError
 from mkd.models.gpt import gpt_config
 from tests.support.hf_folders import LLAMA3_ROPE, make_llama
