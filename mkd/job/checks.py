@@ -20,6 +20,7 @@ from mkd.checkpoint.resume_point import ResumePoint
 from mkd.checkpoint.source import EnsembleSource, ModelSource, TeacherSource, fewest_positions
 from mkd.config.check_list import Check, Sink
 from mkd.config.lora import LoraOptions
+from mkd.config.megatron.arguments import ARGUMENT_CHECKS, CommandLine, adopt_architecture
 from mkd.config.megatron.checks.adapters import check_latent_adapters, check_lora_arguments, check_query_groups
 from mkd.config.megatron.checks.batches import check_virtual_stages
 from mkd.config.megatron.checks.experts import check_experts
@@ -28,7 +29,6 @@ from mkd.config.megatron.checks.parts import check_transformer_engine
 from mkd.config.megatron.checks.rows import check_rows
 from mkd.config.megatron.checks.written_texts import check_on_policy, check_sampling, check_tasks
 from mkd.config.megatron.data_args import data_prefixes
-from mkd.config.megatron_args import ARGUMENT_CHECKS, CommandLine, adopt_architecture
 from mkd.data.sources.stores import is_chat_file
 from mkd.errors import MkdConfigError, MkdNodeError
 from mkd.job.cross_tokenizer import CrossTokenizers, sort_teachers

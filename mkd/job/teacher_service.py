@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import zmq
 
 from mkd.checkpoint.source import EnsembleSource
-from mkd.config import flags, megatron_args
+from mkd.config import flags
 from mkd.config.kd_config import KDConfig
+from mkd.config.megatron import arguments
 from mkd.config.megatron.checks.rows import length_multiple
 from mkd.config.megatron.fp8_teacher import FP8_TOKENS
 from mkd.config.run_state import RunState
@@ -101,8 +102,8 @@ class ServiceJob:
         args.train_iters, args.global_batch_size = 1, None
         describe_teacher(args, source, None)
         _require_one_replica(args)
-        megatron_args.finish(args, kd, RunState())
-        vocab = source.vocab_size or megatron_args.true_vocabulary(args)
+        arguments.finish(args, kd, RunState())
+        vocab = source.vocab_size or arguments.true_vocabulary(args)
         teacher = ModelTeacherSpec.of(source, args, kd, vocab, source.fingerprint())
         return cls(args, teacher, address, secret, options, kd.dry_run)
 

@@ -194,7 +194,7 @@ def teacher_arguments(
 
     Args:
         architecture: Megatron argument name -> value, from the teacher's config.json or checkpoint.
-        args: the student's arguments, after `mkd.config.megatron_args.finish`.
+        args: the student's arguments, after `mkd.config.megatron.arguments.finish`.
         dtype: fp32, bf16, fp16 or fp8; None takes the student's.
         own_tokens: vocabulary size and tokens per row of a teacher with another tokenizer.
         sizes: parallel sizes that differ from the student's, see `KDConfig.teacher_sizes`.

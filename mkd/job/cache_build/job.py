@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mkd.checkpoint.source import EnsembleSource, ModelSource, fewest_positions
-from mkd.config import flags, megatron_args
+from mkd.config import flags
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron import data_args
+from mkd.config.megatron import arguments, data_args
 from mkd.config.run_state import RunState
 from mkd.config.values import require_temperature
 from mkd.data.sources.stores import is_chat_file
@@ -155,12 +155,12 @@ class CacheJob:
                 "epoch: give --train-iters with the number that the training job prints"
             )
         describe_teacher(args, source, student)
-        megatron_args.finish(args, kd, RunState())
+        arguments.finish(args, kd, RunState())
         tokenizer = (student.tokenizer_hash if student else None) or hash_of_tokenizer(args)
         origin = student.origin if student else tokenizer_origin(args)
         vocab = source.vocab_size
         if student is not None or own_tokenizer is not None or vocab is None:
-            size, folder = megatron_args.true_vocabulary(args), folder_of_tokenizer(args, student)
+            size, folder = arguments.true_vocabulary(args), folder_of_tokenizer(args, student)
             _, vocab = sort_teachers(kd, origin, size, tokenizer, source, folder)
         for text in uncompared_tokenizers(args, student, [source]):
             logger.warning(text)

@@ -8,8 +8,8 @@ from mkd.checkpoint.resume_point import ResumePoint, check_same_teacher_everywhe
 from mkd.checkpoint.source import TeacherSource
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.arg_names import ArgRole, names_with
+from mkd.config.megatron.arguments import adopt_architecture
 from mkd.config.megatron.checks.checkpoints import has_checkpoint, saves_where_it_loads
-from mkd.config.megatron_args import adopt_architecture
 from mkd.config.run_state import RunState
 from mkd.job.resume.compare import check_checkpoint
 

@@ -20,6 +20,7 @@ from mkd.config.check_list import run_checks
 from mkd.config.flags import flag_parser, flags_given, parse_command_line, refuse_contradictions
 from mkd.config.kd_config import KDConfig, LayerPair
 from mkd.config.megatron.arg_names import ArgRole, names_with
+from mkd.config.megatron.arguments import ARGUMENT_CHECKS, CommandLine, adopt_architecture
 from mkd.config.megatron.checks.attention import check_attention_heads, check_attention_kernels
 from mkd.config.megatron.checks.batches import check_batches_grow, check_virtual_stages
 from mkd.config.megatron.checks.checkpoints import has_checkpoint
@@ -30,7 +31,6 @@ from mkd.config.megatron.checks.rows import check_variable_lengths, length_multi
 from mkd.config.megatron.checks.run_length import REQUIRED, check_required
 from mkd.config.megatron.data_args import data_prefixes, dataset_config
 from mkd.config.megatron.teacher_args import teacher_arguments
-from mkd.config.megatron_args import ARGUMENT_CHECKS, CommandLine, adopt_architecture
 from mkd.errors import MkdConfigError, MkdDataError, MkdPackageError
 from mkd.models.gpt import gpt_config
 from tests.support.hf_folders import LLAMA3_ROPE, make_llama

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from mkd.config.megatron_args import _set_globals
+from mkd.config.megatron.arguments import _set_globals
 from mkd.errors import MkdCheckpointError, MkdConfigError, MkdDataError
 from mkd.utils.pretrained import load_model, load_tokenizer, remote_code_refused
 from tests.support.e2e.quick_python import serving
@@ -129,8 +129,8 @@ def test_tokenizers_of_megatron_run_no_code(
     args = SimpleNamespace(
         **options, **dict.fromkeys(unset), **dict.fromkeys(flags, False), sft_tokenizer_prompt_format="default"
     )
-    monkeypatch.setattr("mkd.config.megatron_args.set_global_variables", lambda *_, **__: None)
-    monkeypatch.setattr("mkd.config.megatron_args.rebuild_tokenizer", build_tokenizer)
+    monkeypatch.setattr("mkd.config.megatron.arguments.set_global_variables", lambda *_, **__: None)
+    monkeypatch.setattr("mkd.config.megatron.arguments.rebuild_tokenizer", build_tokenizer)
     args.tensorboard_dir = args.wandb_project = None
     with pytest.raises(MkdConfigError, match=f"{folder} needs code of its own .*own.Own"):
         _set_globals(SimpleNamespace(args=args))
