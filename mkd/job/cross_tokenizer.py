@@ -20,7 +20,7 @@ from mkd.checkpoint.source import (
 )
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron import data_args
-from mkd.config.megatron.teacher_args import row_multiple
+from mkd.config.megatron.layouts import row_multiple
 from mkd.data.byte_lengths import byte_lengths
 from mkd.data.packing.aligned_layout import AlignedRowLayout
 from mkd.data.packing.row_layout import RowLayout

@@ -8,7 +8,7 @@ from typing import Any
 
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.checks.cuda_graphs import GRAPH_IMPLEMENTATION, check_student_graphs
-from mkd.config.megatron.teacher_args import check_teacher_graph, check_teacher_passes
+from mkd.config.megatron.checks.teachers import check_teacher_graph, check_teacher_passes
 from mkd.data.text_size import TextSize
 from mkd.errors import MkdConfigError
 from mkd.report.flops import layer_flops

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mkd.checkpoint.source import EnsembleSource, TeacherSource
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron.checks.rows import length_multiple
+from mkd.config.megatron.layouts import length_multiple
 from mkd.config.run_state import RunState
 from mkd.data.packing.row_layout import RowLayout
 from mkd.data.sources.prompts import ON_POLICY, Prompt, read_prompts, require_known_tokens

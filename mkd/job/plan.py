@@ -16,7 +16,7 @@ from mkd.checkpoint.source import ModelSource, TeacherSource, compare_tokenizers
 from mkd.config.kd_config import KDConfig
 from mkd.config.loss_spec import divergence_text
 from mkd.config.megatron.epochs import iterations_are_unknown
-from mkd.config.megatron.teacher_args import has_own_layout
+from mkd.config.megatron.layouts import has_own_layout
 from mkd.job.data import folder_of_tokenizer, hash_of_tokenizer, number_of_iterations
 from mkd.job.elsewhere.inference_teacher import InferenceSource
 from mkd.job.epochs import set_iterations

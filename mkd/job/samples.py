@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mkd.checkpoint.tokenizer_hash import read_json_object
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron.checks.rows import length_multiple
+from mkd.config.megatron.layouts import length_multiple
 from mkd.data.sources.prompts import Prompt, end_tokens, read_prompts, require_known_tokens
 from mkd.data.sources.tasks import Task, read_tasks
 from mkd.distributed.groups import Groups

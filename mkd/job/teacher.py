@@ -13,16 +13,15 @@ from mkd.checkpoint.source import EnsembleSource, ModelSource, TeacherSource
 from mkd.config.check_list import Sink
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.checks.layout import has_even_stages
-from mkd.config.megatron.fp8_teacher import check_fp8_teacher
-from mkd.config.megatron.teacher_args import (
+from mkd.config.megatron.checks.teachers import (
     check_teacher_divides,
     check_teacher_graph,
     check_teacher_layout,
     check_teacher_passes,
-    has_own_layout,
-    teacher_arguments,
-    teacher_layout_args,
 )
+from mkd.config.megatron.fp8_teacher import check_fp8_teacher
+from mkd.config.megatron.layouts import has_own_layout, teacher_layout_args
+from mkd.config.megatron.teacher_args import teacher_arguments
 from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes
 from mkd.errors import MkdConfigError
 from mkd.job.cached_teacher import CachedTeacherSpec, open_cache

@@ -11,8 +11,8 @@ from mkd.checkpoint.source import EnsembleSource
 from mkd.config import flags
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron import arguments
-from mkd.config.megatron.checks.rows import length_multiple
 from mkd.config.megatron.fp8_teacher import FP8_TOKENS
+from mkd.config.megatron.layouts import length_multiple
 from mkd.config.run_state import RunState
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError, MkdNodeError

@@ -13,7 +13,7 @@ from mkd import cpu
 from mkd.checkpoint.source import EnsembleSource
 from mkd.checkpoint.tokenizer_hash import tokenizer_hash
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron.teacher_args import row_multiple
+from mkd.config.megatron.layouts import row_multiple
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError, MkdTeacherError
 from mkd.job.cross_tokenizer import CrossTokenizers

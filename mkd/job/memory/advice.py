@@ -13,13 +13,8 @@ import torch
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.arg_names import ArgRole, names_with
 from mkd.config.megatron.checks.layout import check_divisions, has_even_stages
-from mkd.config.megatron.checks.rows import length_multiple
-from mkd.config.megatron.teacher_args import (
-    check_teacher_divides,
-    check_teacher_layout,
-    has_own_layout,
-    teacher_layout_args,
-)
+from mkd.config.megatron.checks.teachers import check_teacher_divides, check_teacher_layout
+from mkd.config.megatron.layouts import has_own_layout, length_multiple, teacher_layout_args
 from mkd.errors import MkdConfigError
 from mkd.job.memory.estimate import LOGITS, Workload, estimate, fullest, outside_of_torch
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron.teacher_args import has_own_layout
+from mkd.config.megatron.layouts import has_own_layout
 from mkd.job.memory.activations import backward_working_bytes, kept_by_layers, layer_bytes, residual_bytes
 from mkd.job.memory.logits import logit_bytes, shard_of
 from mkd.job.memory.parameters import (

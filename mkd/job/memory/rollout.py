@@ -6,7 +6,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron.checks.rows import length_multiple
+from mkd.config.megatron.layouts import length_multiple
 from mkd.job.memory.logits import shard_of
 from mkd.job.memory.stage_layers import chunks_of_stage
 from mkd.rollout.engine.attention import reason_against_cache

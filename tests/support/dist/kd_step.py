@@ -35,7 +35,7 @@ from mkd.compat.experts import (
 )
 from mkd.config.flags import default_arguments
 from mkd.config.kd_config import HiddenLossType, KDConfig
-from mkd.config.megatron.checks.rows import length_multiple
+from mkd.config.megatron.layouts import length_multiple
 from mkd.config.values import ServedTargets, SignalsMemory, XTokenLoss
 from mkd.cpu.flags import set_cpu_values
 from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes

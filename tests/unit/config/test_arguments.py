@@ -27,9 +27,10 @@ from mkd.config.megatron.checks.checkpoints import has_checkpoint
 from mkd.config.megatron.checks.experts import check_experts
 from mkd.config.megatron.checks.layout import check_divisions
 from mkd.config.megatron.checks.losses import check_layer_pairs
-from mkd.config.megatron.checks.rows import check_variable_lengths, length_multiple
+from mkd.config.megatron.checks.rows import check_variable_lengths
 from mkd.config.megatron.checks.run_length import REQUIRED, check_required
 from mkd.config.megatron.data_args import data_prefixes, dataset_config
+from mkd.config.megatron.layouts import length_multiple
 from mkd.config.megatron.teacher_args import teacher_arguments
 from mkd.errors import MkdConfigError, MkdDataError, MkdPackageError
 from mkd.models.gpt import gpt_config

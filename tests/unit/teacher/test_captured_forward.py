@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron.teacher_args import check_teacher_graph
+from mkd.config.megatron.checks.teachers import check_teacher_graph
 from mkd.errors import MkdConfigError
 from mkd.teacher import captured_forward
 from mkd.teacher.captured_forward import MOST_SHAPES, CapturedForward

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron.teacher_args import check_teacher_passes
+from mkd.config.megatron.checks.teachers import check_teacher_passes
 from mkd.data.batch import KDBatch
 from mkd.errors import MkdConfigError
 from mkd.teacher.forward_pass import ForwardPass, PassSize

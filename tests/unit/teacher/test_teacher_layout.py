@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron.teacher_args import has_own_layout, row_multiple, teacher_layout_args
+from mkd.config.megatron.layouts import has_own_layout, row_multiple, teacher_layout_args
 from mkd.teacher.resharded.plan import (
     ExchangeGroup,
     RankCoords,

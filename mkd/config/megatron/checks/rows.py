@@ -1,18 +1,10 @@
 """Rows: their length, the samples in them, and the parts into which a layout splits them."""
 
-import math
 from argparse import Namespace
 
 from mkd.config.kd_config import KDConfig
+from mkd.config.megatron.layouts import length_multiple
 from mkd.errors import MkdConfigError
-
-
-def length_multiple(args: Namespace) -> int:
-    """Divisor of every row length, in tokens, under one layout: each context-parallel rank holds two equal parts of a
-    row, which sequence parallelism splits over the tensor-parallel ranks."""
-    cp = args.context_parallel_size
-    slices = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    return cp * math.lcm(2, slices) if cp > 1 else slices
 
 
 def check_sequence(args: Namespace, prefix: str = "--") -> None:
