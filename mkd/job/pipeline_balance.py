@@ -8,7 +8,7 @@ from argparse import Namespace
 from copy import copy
 from dataclasses import dataclass, replace
 
-from mkd.config.megatron.checks.layout import has_even_stages
+from mkd.config.megatron.checks.parallel_sizes import has_even_stages
 from mkd.data.text_size import TextSize
 from mkd.job.memory import Workload, estimate, fullest
 from mkd.job.memory.estimate import GIB

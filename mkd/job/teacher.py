@@ -12,7 +12,7 @@ from megatron.training.models import GPTModelConfig
 from mkd.checkpoint.source import EnsembleSource, ModelSource, TeacherSource
 from mkd.config.check_list import Sink
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron.checks.layout import has_even_stages
+from mkd.config.megatron.checks.parallel_sizes import has_even_stages
 from mkd.config.megatron.checks.teachers import (
     check_teacher_divides,
     check_teacher_graph,

@@ -10,7 +10,7 @@ from mkd.config.checks import flag_of
 from mkd.config.kd_fields import KDFields
 from mkd.config.megatron.arg_names import ArgRole, names_with, values_without_student
 from mkd.config.megatron.checks.attention import check_attention_heads
-from mkd.config.megatron.checks.layout import check_divisions
+from mkd.config.megatron.checks.parallel_sizes import check_divisions
 from mkd.errors import MkdConfigError
 from mkd.models.delta_rule import missing_kernel
 from mkd.models.gated_delta_net import VARIANT

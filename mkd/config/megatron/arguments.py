@@ -23,8 +23,8 @@ from mkd.config.megatron.checks.attention import check_attention_kernels, check_
 from mkd.config.megatron.checks.batches import check_batch
 from mkd.config.megatron.checks.checkpoints import check_load, check_saving
 from mkd.config.megatron.checks.cuda_graphs import check_student_graphs
-from mkd.config.megatron.checks.layout import check_ranks, check_sizes, check_student
 from mkd.config.megatron.checks.optimizer import check_learning_rate, check_optimizer
+from mkd.config.megatron.checks.parallel_sizes import check_ranks, check_sizes, check_student
 from mkd.config.megatron.checks.parts import check_parts, check_student_fp8, check_trackers
 from mkd.config.megatron.checks.rows import check_positions, check_sequence, check_variable_lengths
 from mkd.config.megatron.checks.run_length import check_alternatives, check_intervals, check_required

@@ -12,7 +12,7 @@ import torch
 
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.arg_names import ArgRole, names_with
-from mkd.config.megatron.checks.layout import check_divisions, has_even_stages
+from mkd.config.megatron.checks.parallel_sizes import check_divisions, has_even_stages
 from mkd.config.megatron.checks.teachers import check_teacher_divides, check_teacher_layout
 from mkd.config.megatron.layouts import has_own_layout, length_multiple, teacher_layout_args
 from mkd.errors import MkdConfigError

@@ -25,8 +25,8 @@ from mkd.config.megatron.checks.attention import check_attention_heads, check_at
 from mkd.config.megatron.checks.batches import check_batches_grow, check_virtual_stages
 from mkd.config.megatron.checks.checkpoints import has_checkpoint
 from mkd.config.megatron.checks.experts import check_experts
-from mkd.config.megatron.checks.layout import check_divisions
 from mkd.config.megatron.checks.losses import check_layer_pairs
+from mkd.config.megatron.checks.parallel_sizes import check_divisions
 from mkd.config.megatron.checks.rows import check_variable_lengths
 from mkd.config.megatron.checks.run_length import REQUIRED, check_required
 from mkd.config.megatron.data_args import data_prefixes, dataset_config

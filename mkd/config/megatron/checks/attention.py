@@ -29,7 +29,7 @@ def check_context_parallel(args: Namespace) -> None:
 
 def check_attention_kernels(args: Namespace, kd: KDConfig, prefix: str = "--") -> None:
     """Refuse packed rows and context parallelism on GPUs without Transformer Engine and half precision, which alone
-    have the kernels; `prefix` as in `layout.check_ranks`."""
+    have the kernels; `prefix` as in `parallel_sizes.check_ranks`."""
     if args.context_parallel_size > 1:
         what = f"{prefix}context-parallel-size {args.context_parallel_size}"
     elif kd.packing != "none":
@@ -62,7 +62,7 @@ def check_attention_heads(model: str, sizes: Mapping[str, Any], args: Namespace,
         model: name of the model in the message, such as "the student".
         sizes: its architecture, by Megatron argument name.
         args: Megatron's, in the layout of the model.
-        prefix: see `layout.check_ranks`.
+        prefix: see `parallel_sizes.check_ranks`.
     """
     if sizes.get("experimental_attention_variant") == "gated_delta_net":
         _check_delta_net(model, sizes, args, prefix)

@@ -8,7 +8,7 @@ from mkd.errors import MkdConfigError
 
 
 def check_sequence(args: Namespace, prefix: str = "--") -> None:
-    """Refuse rows that the layout cannot split evenly; `prefix` as in `layout.check_ranks`."""
+    """Refuse rows that the layout cannot split evenly; `prefix` as in `parallel_sizes.check_ranks`."""
     if args.seq_length % length_multiple(args) == 0:
         return
     reasons = []
@@ -85,7 +85,7 @@ def check_rows(args: Namespace, kd: KDConfig, has_chats: bool) -> None:
 
 def check_packing(args: Namespace, kd: KDConfig, prefix: str = "--") -> None:
     """Refuse a --kd-packing-multiple that does not divide --seq-length, or that context parallelism cannot split;
-    `prefix` as in `layout.check_ranks`."""
+    `prefix` as in `parallel_sizes.check_ranks`."""
     multiple, parts = kd.packing_multiple, 2 * args.context_parallel_size
     if kd.packing == "none":
         return

@@ -8,7 +8,7 @@ from typing import Any
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.checks.attention import check_attention_heads, check_attention_kernels, check_context_parallel
 from mkd.config.megatron.checks.cuda_graphs import reason_against_capture
-from mkd.config.megatron.checks.layout import check_divisions, check_ranks
+from mkd.config.megatron.checks.parallel_sizes import check_divisions, check_ranks
 from mkd.config.megatron.checks.rows import check_packing, check_sequence
 from mkd.config.megatron.layouts import has_own_layout, teacher_layout_args
 from mkd.errors import MkdConfigError
