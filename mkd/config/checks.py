@@ -5,7 +5,7 @@ import re
 from typing import get_args
 
 from mkd.config.bounds import BOUNDS, check_number
-from mkd.config.kd_fields import KDFields
+from mkd.config.kd_fields import KDFields, flag_of
 from mkd.config.loss_spec import SKEWED, Divergence, LossSpec
 from mkd.config.schedules import Schedule
 from mkd.config.values import (
@@ -36,11 +36,6 @@ _PASSWORD = re.compile(r"//[^/]*:[^/]*@")
 
 SOURCES = ("teacher_hf", "teacher_load", "teacher_cache", "teacher_url")
 """Fields that name a teacher, of which one is given."""
-
-
-def flag_of(field: str) -> str:
-    """The flag of a field."""
-    return f"--kd-{field.replace('_', '-')}"
 
 
 def check_source(kd: KDFields) -> None:

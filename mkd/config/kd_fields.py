@@ -541,3 +541,8 @@ def kd_flags() -> list[str]:
         for one in fields(KDFields)
         for prefix in (("no-", "disable-") if one.default is True else ("",))
     ]
+
+
+def flag_of(field: str) -> str:
+    """The flag of a field."""
+    return f"--kd-{field.replace('_', '-')}"

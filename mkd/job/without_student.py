@@ -6,8 +6,7 @@ from typing import Any
 
 from mkd import cpu
 from mkd.checkpoint.source import ModelSource
-from mkd.config.checks import flag_of
-from mkd.config.kd_fields import KDFields
+from mkd.config.kd_fields import KDFields, flag_of
 from mkd.config.megatron.arg_names import ArgRole, names_with, values_without_student
 from mkd.config.megatron.checks.attention import check_attention_heads
 from mkd.config.megatron.checks.parallel_sizes import check_divisions
