@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from mkd.config.bounds import check_given
-from mkd.config.checks import SOURCES
+from mkd.config.checks.teachers import SOURCES
 from mkd.config.flags import flag_parser, refuse_contradictions
 from mkd.config.kd_config import FIELD_CHECKS, KDConfig
 from mkd.config.kd_fields import KDFields

@@ -16,7 +16,7 @@ from megatron.training.global_vars import destroy_global_vars
 
 from mkd import cpu
 from mkd.config.check_list import run_checks
-from mkd.config.checks import SOURCES
+from mkd.config.checks.teachers import SOURCES
 from mkd.config.flags import parse_flags
 from mkd.distributed.rank_env import default_connections
 from mkd.job.checks import CHECKS, JobDraft
