@@ -4,20 +4,15 @@ A new flag of the installed megatron-core fails here until somebody has found ou
 and steps, and has entered it in one of the tables.
 """
 
-from argparse import Action, ArgumentParser, Namespace
+from argparse import Action, ArgumentParser
 from functools import cache
 from pathlib import Path
 
 import pytest
-from megatron.core.transformer.enums import AttnBackend
 from megatron.training.arguments import add_megatron_arguments
 
 from mkd.config.flags import UNSUPPORTED, UNSUPPORTED_VALUES, refuse_contradictions
 from mkd.config.megatron.arg_names import ArgRole, names_with
-from mkd.config.megatron.checks.optimizer import check_optimizer
-from mkd.config.megatron.checks.parts import check_parts
-from mkd.config.megatron.checks.run_length import check_alternatives
-from mkd.config.megatron.epochs import UNKNOWN_ITERATIONS
 from mkd.errors import MkdConfigError
 
 TESTS = Path(__file__).resolve().parents[2]
@@ -200,87 +195,3 @@ def test_refused_values(flag: str, value: str) -> None:
             refuse_contradictions(words)
     refuse_contradictions([flag, "single", value])
     refuse_contradictions([f"{flag}=single", "--save", value])
-
-
-LENGTHS = dict(train_iters=3, train_samples=None, lr_decay_iters=None, lr_decay_samples=None)
-LENGTHS |= dict(lr_warmup_iters=0, lr_warmup_samples=0)
-SOURCES = dict(mock_data=False, data_path=["a"], train_data_path=None, valid_data_path=None, test_data_path=None)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"train_samples": 12},
-            "--train-samples 12 and --train-iters 3: lengths are all in iterations or all in samples",
-        ),
-        ({"lr_warmup_samples": 4}, "--lr-warmup-samples 4 and --train-iters 3"),
-        ({"train_iters": None, "train_samples": 12, "lr_decay_iters": 2}, "--lr-decay-iters 2 and --train-samples 12"),
-        (
-            {"train_iters": UNKNOWN_ITERATIONS, "lr_warmup_samples": 4},
-            "--lr-warmup-samples 4 and --kd-epochs, which sets --train-iters: lengths",
-        ),
-        ({"mock_data": True}, "--mock-data and --data-path are two sources of data"),
-        ({"train_data_path": ["a"], "valid_data_path": ["b"]}, "--data-path and --train-data-path are two sources"),
-    ],
-)
-def test_alternatives_are_refused_by_name(changes: dict, message: str) -> None:
-    check_alternatives(Namespace(**LENGTHS, **SOURCES))
-    check_alternatives(Namespace(**{**LENGTHS, **SOURCES, "train_iters": None, "train_samples": 12}))
-    with pytest.raises(MkdConfigError, match=message):
-        check_alternatives(Namespace(**{**LENGTHS, **SOURCES, **changes}))
-
-
-DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-
-
-def optimizer(name: str, **changes: bool | str) -> Namespace:
-    options = {"use_distributed_optimizer": False, "use_precision_aware_optimizer": False}
-    return Namespace(optimizer=name, **{**options, **dict.fromkeys(DTYPES, "fp32"), **changes})
-
-
-def test_an_optimizer_of_a_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mkd.config.megatron.checks.optimizer.find_spec", lambda name: None)
-    for name in ("adam", "sgd"):
-        check_optimizer(optimizer(name))
-    with pytest.raises(MkdConfigError, match="--optimizer lion needs the package emerging-optimizers"):
-        check_optimizer(optimizer("lion"))
-
-
-def test_optimizers_that_cannot_be_distributed() -> None:
-    check_optimizer(optimizer("adam", use_distributed_optimizer=True, use_precision_aware_optimizer=True))
-    with pytest.raises(MkdConfigError, match="--optimizer sgd does not work with --use-distributed-optimizer"):
-        check_optimizer(optimizer("sgd", use_distributed_optimizer=True))
-    with pytest.raises(MkdConfigError, match="--use-precision-aware-optimizer needs --use-distributed-optimizer"):
-        check_optimizer(optimizer("adam", use_precision_aware_optimizer=True))
-
-
-@pytest.mark.parametrize("name", DTYPES)
-def test_precisions_of_the_precision_aware_optimizer(name: str) -> None:
-    with pytest.raises(MkdConfigError, match=f"--{name.replace('_', '-')} bf16 needs --use-precision-aware-optimizer"):
-        check_optimizer(optimizer("adam", **{name: "bf16"}))
-    both = {"use_distributed_optimizer": True, "use_precision_aware_optimizer": True}
-    check_optimizer(optimizer("adam", **both, **{name: "bf16"}))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"attention_backend": AttnBackend.local}, "--attention-backend local is not supported"),
-        ({"fault_injector_num_ranks": 7}, "--fault-injector-num-ranks need the package nvidia-resiliency-ext"),
-        ({"fault_injector_ranks": [0]}, "--fault-injector-ranks and"),
-        ({"reuse_grad_buf_for_mxfp8_param_ag": True}, "works only with --fp8-param-gather"),
-        ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant needs Transformer Engine"),
-        ({"use_te_activation_func": True}, "--use-te-activation-func needs Transformer Engine"),
-    ],
-)
-def test_parts_that_are_missing_are_refused(
-    changes: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """megatron raises an assertion when it builds the models, or later."""
-    monkeypatch.setattr("mkd.config.megatron.checks.parts.find_spec", lambda name: None)
-    args = Namespace(transformer_impl="local", fp8_param_gather=False, attention_backend=AttnBackend.auto)
-    check_parts(args)
-    check_parts(Namespace(**vars(args), experimental_attention_variant="gated_delta_net"))
-    with pytest.raises(MkdConfigError, match=message):
-        check_parts(Namespace(**{**vars(args), **changes}))

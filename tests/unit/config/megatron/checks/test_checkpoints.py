@@ -1,0 +1,38 @@
+"""Folders with checkpoints, and checkpoints that are kept."""
+
+from pathlib import Path
+
+import pytest
+
+from mkd.config.megatron.checks.checkpoints import check_saving, has_checkpoint
+from mkd.errors import MkdConfigError
+from tests.unit.config.megatron.checks.test_written_texts import arguments, kd
+
+
+def test_has_checkpoint(tmp_path: Path):
+    assert not has_checkpoint(None)
+    assert not has_checkpoint(str(tmp_path))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    assert has_checkpoint(str(tmp_path))
+
+
+def test_checkpoints_that_nobody_saves_or_reads() -> None:
+    with pytest.raises(MkdConfigError, match="--kd-keep-last is 2, but there is no folder to save in"):
+        check_saving(arguments(save=None), kd(keep_last=2))
+    with pytest.raises(MkdConfigError, match="--kd-keep-last needs --ckpt-format torch_dist, not torch_dcp"):
+        check_saving(arguments(save="S", ckpt_format="torch_dcp"), kd(keep_last=2))
+    with pytest.raises(MkdConfigError, match="--kd-balance needs --ckpt-format torch_dist, not torch_dcp"):
+        check_saving(arguments(save="S", ckpt_format="torch_dcp"), kd(balance=True))
+
+
+def test_the_best_checkpoint_is_saved_and_evaluated() -> None:
+    saved = dict(save="S", save_interval=20)
+    check_saving(arguments(**saved), kd(keep_best="ce"))
+    for changes, words in (
+        ({"save": None}, "--kd-keep-best is ce, but there is no folder to save in: give --save"),
+        ({"ckpt_format": "torch_dcp"}, "--kd-keep-best needs --ckpt-format torch_dist, not torch_dcp"),
+        ({"eval_iters": 0}, "--kd-keep-best is ce, and --eval-iters is 0: nothing is evaluated"),
+        ({"save_interval": 15}, "--save-interval 15 is not a multiple of --eval-interval 10"),
+    ):
+        with pytest.raises(MkdConfigError, match=words):
+            check_saving(arguments(**{**saved, **changes}), kd(keep_best="ce"))
