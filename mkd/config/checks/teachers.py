@@ -1,4 +1,4 @@
-"""Where teachers come from, how they are combined, and how they run."""
+"""Sources of teachers, their combination, and their forward passes."""
 
 import math
 from typing import get_args
