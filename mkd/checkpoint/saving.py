@@ -14,7 +14,6 @@ Order of a save, synchronous or not (`mkd.compat.checkpoints` calls these method
 import errno
 import os
 import shutil
-import signal
 import threading
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -28,11 +27,11 @@ import torch.distributed as dist
 from mkd.checkpoint.claim import FolderClaim
 from mkd.checkpoint.integrity import hash_files, take_hashes, write_manifest
 from mkd.checkpoint.ranks import gather_objects
-from mkd.compat.stopping import SIGNALS
 from mkd.config.run_state import RunState
 from mkd.utils.atomic_files import free_bytes, rename, replacing, sync_file, sync_folder
 from mkd.utils.logging import logger
 from mkd.utils.parent_process import exit_with
+from mkd.utils.stop_signals import ignore_stop_signals
 
 OWNER = "saving_job.txt"
 """File in --save with the job that claimed the folder last (`mkd.checkpoint.claim`)."""
@@ -147,7 +146,8 @@ def _write(write: Callable[..., None], trainer: int, into: str | None, rank: int
     """Write shards and hash them, in the trainer's process or in a separate writer process."""
     if os.getpid() != trainer:
         exit_with(trainer)  # a writer that outlives it could write into the folder of the restarted trainer
-        _ignore_stop_signals()
+        if threading.current_thread() is threading.main_thread():
+            ignore_stop_signals()
     write(rank, buckets, *rest)
     if into is not None and buckets:
         files = [Path(bucket[0]) for bucket in buckets]
@@ -157,11 +157,3 @@ def _write(write: Callable[..., None], trainer: int, into: str | None, rank: int
             if os.getpid() == trainer:
                 raise
             raise SystemExit(f"mkd: the hashes of the shards cannot be written ({error})") from None  # no traceback
-
-
-def _ignore_stop_signals() -> None:
-    """Let the trainer handle Ctrl-C and the like, which a terminal or torchrun sends to all processes of a rank: it
-    completes the save."""
-    if threading.current_thread() is threading.main_thread():
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TextIO
 from mkd.compat.unpickling import allowed_classes_only
 from mkd.errors import MkdCheckpointError
 from mkd.utils.parent_process import exit_with
+from mkd.utils.stop_signals import blocked, ignore_stop_signals
 
 
 class CheckpointHooks(Protocol):
@@ -45,10 +46,11 @@ class CheckpointHooks(Protocol):
 
 
 def end_result_queues_with_their_rank(start_method: str = "spawn") -> None:
-    """Let the process that holds the results of a save end when its rank ends, also if the rank is killed.
+    """Let the process that holds the results of a save end when its rank ends: neither later nor before.
 
     megatron-core 0.19 starts it at a rank's first save and ends it when Python ends: after a kill half a GB of host
-    memory stays in use. A second call changes nothing.
+    memory stays in use. A stop signal to all processes of a rank ends it, and the save that is being written fails with
+    EOFError. A second call changes nothing.
 
     Args:
         start_method: see `multiprocessing.get_context`; Megatron's is the default.
@@ -62,11 +64,18 @@ def end_result_queues_with_their_rank(start_method: str = "spawn") -> None:
     def results_queue(mp_mode: str = start_method) -> Any:
         if filesystem_async._results_queue is None:
             manager = SyncManager(ctx=multiprocessing.get_context(mp_mode))
-            manager.start(exit_with, (os.getpid(),))
+            with blocked():  # it imports for seconds before it can ignore them
+                manager.start(_hold_results, (os.getpid(),))
             filesystem_async._results_queue = manager.Queue()
         return filesystem_async._results_queue
 
     filesystem_async.get_write_results_queue = results_queue
+
+
+def _hold_results(rank: int) -> None:
+    """First call in the process that holds the results of the rank with process id `rank`."""
+    exit_with(rank)
+    ignore_stop_signals()
 
 
 def install_checkpoint_hooks(hooks: CheckpointHooks) -> None:

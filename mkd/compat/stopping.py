@@ -22,9 +22,8 @@ import torch.distributed as dist
 
 from mkd.errors import MkdTeacherTimeout
 from mkd.utils.logging import current_rank, logger
+from mkd.utils.stop_signals import SIGNALS
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Sent by schedulers before they kill a job, and by Ctrl-C."""
 LAUNCHER = "TORCHELASTIC_RUN_ID"
 """Environment variable of a process that torchrun started."""
 LAUNCHER_GRACE_S = 30

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -32,18 +33,36 @@ from mkd.errors import MkdCheckpointError
 from mkd.utils.atomic_files import replacing
 
 HELD = """
-import time
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from mkd.compat.checkpoints import end_result_queues_with_their_rank
 end_result_queues_with_their_rank()
-print(filesystem_async.get_write_results_queue("fork")._manager._process.pid, flush=True)
-time.sleep(600)
+results = filesystem_async.get_write_results_queue("fork")
+print(results._manager._process.pid, flush=True)
+input()
+results.put({0: "written"})
+print(results.get(), flush=True)
+input()
 """
 
 
+def start_rank_with_holder() -> tuple[subprocess.Popen, psutil.Process]:
+    pipe = subprocess.PIPE
+    rank = subprocess.Popen([sys.executable, "-c", HELD], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    return rank, psutil.Process(int(rank.stdout.readline()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])
+def test_a_stop_signal_to_all_processes_of_a_rank_leaves_the_results_of_its_save(number: int) -> None:
+    rank, holder = start_rank_with_holder()
+    holder.send_signal(number)
+    answer, errors = rank.communicate("\n\n", timeout=60)
+    assert answer == "{0: 'written'}\n", errors
+    assert rank.returncode == 0, errors
+    assert not holder.is_running()
+
+
 def test_the_process_that_holds_results_ends_with_a_killed_rank() -> None:
-    rank = subprocess.Popen([sys.executable, "-c", HELD], stdout=subprocess.PIPE, text=True)
-    holder = psutil.Process(int(rank.stdout.readline()))
+    rank, holder = start_rank_with_holder()
     assert holder.is_running()
     rank.kill()
     rank.wait()
