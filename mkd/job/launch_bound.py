@@ -78,8 +78,8 @@ def _is_accepted(teacher: Namespace, args: Namespace, kd: KDConfig, change: Mapp
 
 
 def student_launches(args: Namespace, kd: KDConfig, tflops: float) -> str | None:
-    """A sentence that proposes CUDA graphs for a student that waits for the host; None if it does not, or the job may
-    not have them. A backward pass takes the GPU and the host twice as long as the forward pass.
+    """A sentence that proposes flags for a student that waits for the host; None if it does not, or no flag is left. A
+    backward pass takes the GPU and the host twice as long as the forward pass.
 
     Args:
         args, kd, tflops: as in `teacher_launches`.
@@ -87,12 +87,27 @@ def student_launches(args: Namespace, kd: KDConfig, tflops: float) -> str | None
     gpu, host = layer_times(args, args.micro_batch_size, tflops)
     if gpu >= _CLEARLY * host or args.cuda_graph_impl != "none":
         return None
-    try:
-        check_student_graphs(Namespace(**{**vars(args), "cuda_graph_impl": GRAPH_IMPLEMENTATION}), kd)
-    except MkdConfigError:
+    flags = [*_larger_microbatch(args), *_student_graphs(args, kd)]
+    if not flags:
         return None
     return (
         f"by arithmetic the GPU computes a layer of the student, forward and backward, in {3 * gpu:.1f} ms, and the "
-        f"host may take {3 * host:g} ms to launch it: try --cuda-graph-impl {GRAPH_IMPLEMENTATION}, and compare the "
-        "losses of some steps with those without it"
+        f"host may take {3 * host:g} ms to launch it: try {' or '.join(flags)} (more memory; --kd-dry-run estimates it)"
     )
+
+
+def _larger_microbatch(args: Namespace) -> list[str]:
+    """The flag of twice the microbatch. Pipeline stages would wait longer for their first one."""
+    rows = 2 * args.micro_batch_size
+    is_fixed = args.rampup_batch_size is None and args.step_batch_size_schedule is None
+    fits = args.global_batch_size % (rows * args.data_parallel_size) == 0
+    return [f"--micro-batch-size {rows}"] if fits and is_fixed and args.pipeline_model_parallel_size == 1 else []
+
+
+def _student_graphs(args: Namespace, kd: KDConfig) -> list[str]:
+    """The flag of the student's CUDA graphs, if the job may have them."""
+    try:
+        check_student_graphs(Namespace(**{**vars(args), "cuda_graph_impl": GRAPH_IMPLEMENTATION}), kd)
+    except MkdConfigError:
+        return []
+    return [f"--cuda-graph-impl {GRAPH_IMPLEMENTATION}"]

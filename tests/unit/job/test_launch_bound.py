@@ -54,18 +54,26 @@ def test_flags_that_are_refused_or_given_are_not_proposed() -> None:
     assert text("1B", 512, 1, {}, teacher_cuda_graph=True) is None
 
 
+GRAPHS = "--cuda-graph-impl transformer_engine"
+LARGER = "--micro-batch-size 4"
+
+
 @pytest.mark.parametrize(
-    ("changes", "flags", "is_proposed"),
+    ("changes", "flags", "proposed"),
     [
-        (TP, {}, True),  # the student alone: 1.39 and 0.74 s
-        ({}, {}, False),  # the student adds 0.66 s to the teacher's 0.80: the sum of both alone
-        (TP, {"packing": "best_fit"}, False),
-        (TP | {"cuda_graph_impl": "transformer_engine"}, {}, False),
-        (TP | {"transformer_impl": "local"}, {}, False),
+        (TP, {}, {LARGER, GRAPHS}),  # a step: 2.49, 1.67 and 1.73 s; with teacher and graphs of both
+        ({}, {}, set()),  # the student adds 0.66 s to the teacher's 0.80: the sum of both alone
+        (TP, {"packing": "best_fit"}, {LARGER}),
+        (TP | {"cuda_graph_impl": "transformer_engine"}, {}, set()),
+        (TP | {"transformer_impl": "local"}, {}, {LARGER}),
+        (TP | {"pipeline_model_parallel_size": 2}, {}, {GRAPHS}),
+        (TP | {"data_parallel_size": 8}, {}, {GRAPHS}),
+        (TP | {"rampup_batch_size": ["4", "4", "100"]}, {}, {GRAPHS}),
     ],
 )
-def test_graphs_of_the_student(changes: dict[str, Any], flags: dict[str, Any], is_proposed: bool) -> None:
-    args = llama_arguments(*SHAPES["1B"], padded_vocab_size=128256, seq_length=4096, micro_batch_size=2)
-    vars(args).update(changes)
+def test_flags_of_the_student(changes: dict[str, Any], flags: dict[str, Any], proposed: set[str]) -> None:
+    sizes = {"padded_vocab_size": 128256, "seq_length": 4096, "micro_batch_size": 2, "global_batch_size": 16}
+    args = llama_arguments(*SHAPES["1B"], **sizes)
+    vars(args).update({"data_parallel_size": 1} | changes)
     found = student_launches(args, KDConfig(teacher_hf=["T"], ratio=0.5, **flags), H200)
-    assert ("--cuda-graph-impl transformer_engine" in (found or "")) == is_proposed
+    assert {flag for flag in (LARGER, GRAPHS) if flag in (found or "")} == proposed
