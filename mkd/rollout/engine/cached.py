@@ -2,8 +2,8 @@
 
 A microbatch has a fixed number of slots, one per text. A prompt is read into a slot, all but its last token; from then
 on each forward pass computes one token of every slot, at the text's own position. When texts have ended, the next
-prompts are read into their slots. The host looks at the written tokens once per `_BURST` forward passes, so that the
-device does not wait for it; what follows the end of a text is discarded. On a GPU the forward pass is a CUDA graph
+prompts are read into their slots. The host looks at the written tokens of `_BURST` forward passes while the device
+computes the next ones; what follows the end of a text is discarded. On a GPU the forward pass is a CUDA graph
 where it can be captured (`captured_step`).
 """
 
@@ -26,7 +26,7 @@ from mkd.rollout.interface import Decoding, Delivery, Request
 
 _STEP = 16
 """Lengths are rounded up to a multiple of it, so that few shapes occur."""
-_BURST = 16
+_BURST = 4
 """Forward passes between two looks of the host."""
 
 
@@ -100,18 +100,51 @@ class _Text:
     number: int
     """Index of the request."""
     written: list[int] = field(default_factory=list)
+    launched: int = 0
+    """Forward passes since it is in a slot, those included whose tokens the host has not seen."""
     is_complete: bool = False
 
     def left(self, options: Decoding) -> int:
-        """Tokens that may be written."""
-        return 0 if self.is_complete else options.tokens - len(self.written)
+        """Forward passes that it may still need."""
+        return 0 if self.is_complete else max(0, options.tokens - self.launched)
 
     def append(self, new: Sequence[int], options: Decoding) -> None:
         """Append tokens up to the end of the text."""
-        new = new[: self.left(options)]
+        new = new[: options.tokens - len(self.written)]
         end = options.first_end(self.written, new)
         self.written.extend(new[:end])
         self.is_complete = end is not None or len(self.written) == options.tokens
+
+
+@dataclass(frozen=True)
+class _Burst:
+    """Forward passes whose tokens the host has not seen."""
+
+    texts: list[list[_Text | None]]
+    """The texts of each part."""
+    tokens: Tensor
+    """[passes, parts, R] int64 on the host, as soon as `copied` has completed."""
+    copied: torch.cuda.Event
+
+    @classmethod
+    def of(cls, texts: list[list[_Text | None]], tokens: Tensor) -> "_Burst":
+        """Start the copy of tokens [passes, parts, R] on the device."""
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        return cls(texts, host, copied)
+
+    def record(self, options: Decoding) -> list[_Text]:
+        """Append the tokens to the texts. Returns the texts that are complete with them."""
+        self.copied.synchronize()
+        ended = []
+        for texts, tokens in zip(self.texts, self.tokens.permute(1, 2, 0).tolist(), strict=True):
+            for text, new in zip(texts, tokens, strict=True):
+                if text is not None and not text.is_complete:
+                    text.append(new, options)
+                    ended += [text] * text.is_complete
+        return ended
 
 
 @dataclass
@@ -137,7 +170,7 @@ class _Slots:
         return cls(cache, tokens, positions, keys, [None] * sizes.slots)
 
     def left(self, options: Decoding) -> int:
-        """Forward passes that the texts may need."""
+        """Forward passes that the texts may still need."""
         return max((text.left(options) for text in self.texts if text is not None), default=0)
 
     def take(self, waiting: deque[_Text], seed: int) -> list[tuple[int, _Text]]:
@@ -164,15 +197,6 @@ class _Slots:
         """Append a token [R] to each text on the device; the positions of texts that are full stay."""
         self.tokens.copy_(tokens)
         self.positions.add_(1).clamp_(max=self.cache.length - 1)
-
-    def record(self, tokens: Sequence[Sequence[int]], options: Decoding) -> list[_Text]:
-        """Append tokens [passes, R] on the host. Returns the texts that are complete with them."""
-        ended = []
-        for text, new in zip(self.texts, zip(*tokens, strict=True), strict=True):
-            if text is not None and not text.is_complete:
-                text.append(new, options)
-                ended += [text] * text.is_complete
-        return ended
 
 
 def _key(request: Request, seed: int) -> int:
@@ -212,17 +236,20 @@ class _Writer:
 
     def write(self, texts: Sequence[_Text]) -> None:
         """Write all tokens of the texts."""
-        waiting = deque(texts)
+        waiting, unseen = deque(texts), deque[_Burst]()
         while True:
             taken = [part.take(waiting, self.options.seed) for part in self.parts]
             prompts = [len(text.request.prompt) - 1 for some in taken for _, text in some]
             left = max(part.left(self.options) for part in self.parts)
             rows, length, passes = self._largest(max(map(len, taken)), max(prompts, default=0), min(left, _BURST))
-            if passes == 0:
-                return
             if length > 0:
                 self._read(taken, rows, length)
-            self._burst(passes)
+            if passes > 0:
+                unseen.append(self._launch(passes))
+            if len(unseen) > 1 or passes == 0:
+                if not unseen:
+                    return
+                self._see(unseen.popleft())
 
     def _largest(self, *values: int) -> tuple[int, ...]:
         """The largest values of the data-parallel ranks, which may call experts in common: in expert parallelism, or
@@ -261,17 +288,21 @@ class _Writer:
 
         self._forward(forward_step, inputs, (rows, length))
 
-    def _burst(self, passes: int) -> None:
+    def _launch(self, passes: int) -> _Burst:
         """Write this number of tokens of every text."""
         found = []
         for _ in range(passes):
             found.append((self.graph or self._pass)().clone())
             if self.graph is None and can_capture(self.chunks, self.groups):
                 self.graph = captured(self._pass)
-        tokens = torch.stack(found, dim=1).tolist()
-        ended = [text for part, new in zip(self.parts, tokens, strict=True) for text in part.record(new, self.options)]
-        for text in ended if self.delivery is not None else ():
-            self.delivery.done(text.number, text.written)
+        for text in (text for part in self.parts for text in part.texts if text is not None):
+            text.launched += passes
+        return _Burst.of([list(part.texts) for part in self.parts], torch.stack(found))
+
+    def _see(self, burst: _Burst) -> None:
+        for text in burst.record(self.options):
+            if self.delivery is not None:
+                self.delivery.done(text.number, text.written)
 
     def _pass(self) -> Tensor:
         """[parts, R] the next token of each text, which is appended on the device."""

@@ -7,7 +7,7 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from mkd.rollout.engine import attention
-from mkd.rollout.engine.cached import _Sizes, _Slots, _Text
+from mkd.rollout.engine.cached import _Burst, _Sizes, _Text
 from mkd.rollout.interface import Decoding, Request
 
 
@@ -33,10 +33,10 @@ def test_slots_stay_within_the_memory(multiple: int, stages: int, texts: int) ->
 def test_tokens_behind_the_end_of_a_text_are_discarded() -> None:
     options = Decoding(tokens=5, end_tokens=frozenset({2}), true_vocab=9, rows=1, longest=64)
     texts = [_Text(Request((1,)), number) for number in range(4)]
-    slots = _Slots(*[None] * 4, texts=[*texts, None])
-    first = [[3, 3, 2, 3, 0], [4, 2, 4, 4, 0]]  # [passes, R]
-    second = [[5, 5, 5, 2, 0], [6, 6, 6, 6, 0], [7, 7, 7, 7, 0], [8, 8, 8, 8, 0]]
-    assert [[text.number for text in slots.record(tokens, options)] for tokens in (first, second)] == [[1, 2], [0, 3]]
+    first = torch.tensor([[[3, 3, 2, 3]], [[4, 2, 4, 4]]])  # [passes, parts, R]
+    second = torch.tensor([[[5, 5, 5, 2]], [[6, 6, 6, 6]], [[7, 7, 7, 7]], [[8, 8, 8, 8]]])
+    both = [_Burst.of([[*texts, None]], torch.nn.functional.pad(tokens, (0, 1))) for tokens in (first, second)]
+    assert [[text.number for text in burst.record(options)] for burst in both] == [[1, 2], [0, 3]]
     assert [text.written for text in texts] == [[3, 4, 5, 6, 7], [3, 2], [2], [3, 4, 2]]
 
 
