@@ -14,10 +14,10 @@ from mkd.data.packing.row_layout import RowLayout
 from mkd.data.sources.prompts import ON_POLICY, Prompt, read_prompts, require_known_tokens
 from mkd.errors import MkdConfigError, MkdDataError
 from mkd.job.cross_tokenizer import CrossTokenizers
-from mkd.job.elsewhere.common import SourceAtAddresses
 from mkd.job.elsewhere.rollout_servers import rollout_folder, served_writer
 from mkd.job.memory import cache_tokens
 from mkd.job.samples import Writer, text_positions
+from mkd.job.teachers.common import SourceAtAddresses
 from mkd.rollout.engine.attention import reason_against_cache
 from mkd.rollout.engine.cached import cached_length
 from mkd.rollout.guard import CollapseGuard

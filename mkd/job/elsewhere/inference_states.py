@@ -12,14 +12,14 @@ from mkd.checkpoint.source import ModelSource
 from mkd.config.kd_config import KDConfig
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError
-from mkd.job.elsewhere.common import (
+from mkd.job.elsewhere.inference_teacher import InferenceSource, check_rows, known_text, known_text_folders, probe_text
+from mkd.job.teachers.common import (
     URL_FLAG,
     WITHOUT_WAITING_S,
     SourceAtAddresses,
     SpecWithoutModel,
     top_k_description,
 )
-from mkd.job.elsewhere.inference_teacher import InferenceSource, check_rows, known_text, known_text_folders, probe_text
 from mkd.teacher.inference.http import ServerAddress
 from mkd.teacher.inference.known_text import KnownTextFile
 from mkd.teacher.inference.output_layer import OutputLayer

@@ -17,7 +17,7 @@ from mkd.config.megatron.layouts import row_multiple
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError, MkdTeacherError
 from mkd.job.cross_tokenizer import CrossTokenizers
-from mkd.job.elsewhere.common import URL_FLAG, SourceAtAddresses, SpecWithoutModel, top_k_description
+from mkd.job.teachers.common import URL_FLAG, SourceAtAddresses, SpecWithoutModel, top_k_description
 from mkd.losses import LogitMap
 from mkd.teacher.run_ahead import AllRanks, RunAhead
 from mkd.teacher.service.addresses import Address, Secret, parse_address, require_secret
