@@ -42,7 +42,7 @@ from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes
 from mkd.job.cached_teacher import CachedTeacherSpec, open_cache
 from mkd.job.elsewhere.inference_states import StatesSource, StatesTeacherSpec
 from mkd.job.elsewhere.inference_teacher import InferenceSource, InferenceTeacherSpec
-from mkd.job.elsewhere.served_teacher import ServedSource, ServedTeacherSpec
+from mkd.job.teachers.served import ServedSource, ServedTeacherSpec
 from mkd.losses import LossOptions
 from mkd.models.gpt import gpt_config
 from mkd.rollout.on_policy import OnPolicy

@@ -11,8 +11,8 @@ from mkd.checkpoint.source import EnsembleSource
 from mkd.checkpoint.tokenizer_hash import tokenizer_hash
 from mkd.config.kd_config import KDConfig
 from mkd.errors import MkdConfigError, MkdTeacherError
-from mkd.job.elsewhere import served_teacher
-from mkd.job.elsewhere.served_teacher import ServedSource, ServedTeacherSpec
+from mkd.job.teachers import served
+from mkd.job.teachers.served import ServedSource, ServedTeacherSpec
 from mkd.teacher.service.addresses import ServiceAddress
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.targets import TopKTargets
@@ -56,7 +56,7 @@ def test_targets_larger_than_hidden_states() -> None:
 
 def test_addresses_of_different_teachers(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [FACTS, replace(FACTS, fingerprint="b" * 32)]
-    monkeypatch.setattr(served_teacher, "request_facts", lambda *_: found)
+    monkeypatch.setattr(served, "request_facts", lambda *_: found)
     with pytest.raises(MkdTeacherError, match=r"tcp://127.0.0.1:2 is b+ .* services of one teacher"):
         ServedSource.find(["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"], 1.0)
 
@@ -75,7 +75,7 @@ OTHER = replace(FACTS, fingerprint="b" * 32, tokenizer="t")
 def test_teachers_of_a_job(
     monkeypatch: pytest.MonkeyPatch, found: list[TeacherFacts], flags: dict[str, Any], addresses: list[list[int]]
 ) -> None:
-    monkeypatch.setattr(served_teacher, "request_facts", lambda *_: found)
+    monkeypatch.setattr(served, "request_facts", lambda *_: found)
     source = ServedSource.of_job(KDConfig(teacher_url=URLS, ratio=0.5, **flags), 1.0)
     teachers = source.sources if isinstance(source, EnsembleSource) else [source]
     assert [[address.port for address in teacher.addresses] for teacher in teachers] == addresses
@@ -92,7 +92,7 @@ def test_teachers_of_a_job(
 def test_teachers_that_do_not_fit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, found: list[TeacherFacts], flags: dict[str, Any], words: str
 ) -> None:
-    monkeypatch.setattr(served_teacher, "request_facts", lambda *_: found)
+    monkeypatch.setattr(served, "request_facts", lambda *_: found)
     if "xtoken_loss" in flags:
         flags = {**flags, "teacher_tokenizer": [str(tmp_path)]}
     with pytest.raises(MkdConfigError, match=words.format(tmp_path)):
@@ -102,7 +102,7 @@ def test_teachers_that_do_not_fit(
 def test_folder_of_the_tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     save_tokenizer(make_tokenizer(), tmp_path)
     facts = replace(FACTS, tokenizer=tokenizer_hash(tmp_path, ""))
-    monkeypatch.setattr(served_teacher, "request_facts", lambda *_: [facts] * 3)
+    monkeypatch.setattr(served, "request_facts", lambda *_: [facts] * 3)
     kd = KDConfig(teacher_url=URLS, ratio=0.5, xtoken_loss="gold", teacher_tokenizer=[str(tmp_path)])
     assert ServedSource.of_job(kd, 1.0).tokenizer_folder == tmp_path
 
