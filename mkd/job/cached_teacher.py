@@ -9,8 +9,8 @@ from mkd.checkpoint.ranks import run_on_all_ranks
 from mkd.config.kd_config import KDConfig
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdCacheError, MkdConfigError
-from mkd.job.elsewhere.inference_teacher import known_text_folders
 from mkd.job.teachers.common import SpecWithoutModel
+from mkd.job.teachers.inference import known_text_folders
 from mkd.teacher.cache.meta import CacheMeta
 from mkd.teacher.cache.reader import CacheReader
 from mkd.teacher.cache.store import TeacherStore

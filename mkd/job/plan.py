@@ -18,7 +18,6 @@ from mkd.config.loss_spec import divergence_text
 from mkd.config.megatron.epochs import iterations_are_unknown
 from mkd.config.megatron.layouts import has_own_layout
 from mkd.job.data import folder_of_tokenizer, hash_of_tokenizer, number_of_iterations
-from mkd.job.elsewhere.inference_teacher import InferenceSource
 from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
 from mkd.job.launch_bound import student_launches, teacher_launches
@@ -27,6 +26,7 @@ from mkd.job.on_policy import rollout_plan
 from mkd.job.pipeline_balance import balance_text
 from mkd.job.run_record import FILE, SETTINGS, RunRecord, run_file
 from mkd.job.teacher import shape_of
+from mkd.job.teachers.inference import InferenceSource
 from mkd.losses.inputs import MAX_FP32_TEMPERATURE
 from mkd.models.delta_rule import missing_kernel
 from mkd.models.gated_delta_net import VARIANT

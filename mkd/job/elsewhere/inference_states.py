@@ -12,7 +12,6 @@ from mkd.checkpoint.source import ModelSource
 from mkd.config.kd_config import KDConfig
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError
-from mkd.job.elsewhere.inference_teacher import InferenceSource, check_rows, known_text, known_text_folders, probe_text
 from mkd.job.teachers.common import (
     URL_FLAG,
     WITHOUT_WAITING_S,
@@ -20,6 +19,7 @@ from mkd.job.teachers.common import (
     SpecWithoutModel,
     top_k_description,
 )
+from mkd.job.teachers.inference import InferenceSource, check_rows, known_text, known_text_folders, probe_text
 from mkd.teacher.inference.http import ServerAddress
 from mkd.teacher.inference.known_text import KnownTextFile
 from mkd.teacher.inference.output_layer import OutputLayer

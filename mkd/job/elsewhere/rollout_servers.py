@@ -8,8 +8,8 @@ from mkd.checkpoint.hf.folder import store_assets
 from mkd.checkpoint.live_export import LiveModel
 from mkd.checkpoint.tokenizer_hash import ASSETS
 from mkd.config.kd_config import KDConfig
-from mkd.job.elsewhere.inference_teacher import probe_text
 from mkd.job.teachers.common import WITHOUT_WAITING_S
+from mkd.job.teachers.inference import probe_text
 from mkd.rollout.served.find import TextSizes, addresses_of, find_servers
 from mkd.rollout.served.text_files import TextFiles
 from mkd.rollout.served.weights import WeightFolders

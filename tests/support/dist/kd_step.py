@@ -41,7 +41,7 @@ from mkd.cpu.flags import set_cpu_values
 from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes
 from mkd.job.cached_teacher import CachedTeacherSpec, open_cache
 from mkd.job.elsewhere.inference_states import StatesSource, StatesTeacherSpec
-from mkd.job.elsewhere.inference_teacher import InferenceSource, InferenceTeacherSpec
+from mkd.job.teachers.inference import InferenceSource, InferenceTeacherSpec
 from mkd.job.teachers.served import ServedSource, ServedTeacherSpec
 from mkd.losses import LossOptions
 from mkd.models.gpt import gpt_config

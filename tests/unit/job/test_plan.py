@@ -12,7 +12,6 @@ from mkd import cpu
 from mkd.checkpoint.source import ModelSource
 from mkd.config.kd_config import KDConfig
 from mkd.config.schedules import Schedule
-from mkd.job.elsewhere.inference_teacher import InferenceSource
 from mkd.job.plan import (
     _delta_nets,
     _experts,
@@ -21,6 +20,7 @@ from mkd.job.plan import (
     learning_rate,
     uncompared_tokenizers,
 )
+from mkd.job.teachers.inference import InferenceSource
 from mkd.models.delta_rule import missing_kernel
 
 PRECISE = "eager in float64, which is slower, while T is above 8"
