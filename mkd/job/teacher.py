@@ -26,9 +26,9 @@ from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes
 from mkd.errors import MkdConfigError
 from mkd.job.cached_teacher import CachedTeacherSpec, open_cache
 from mkd.job.cross_tokenizer import CrossTokenizers
-from mkd.job.elsewhere.inference_states import StatesSource, StatesTeacherSpec
 from mkd.job.teachers.common import WITHOUT_WAITING_S, top_k_description
 from mkd.job.teachers.inference import InferenceSource, InferenceTeacherSpec
+from mkd.job.teachers.inference_states import StatesSource, StatesTeacherSpec
 from mkd.job.teachers.served import ServedSource, ServedTeacherSpec
 from mkd.models.gpt import gpt_config, logit_scale
 from mkd.teacher.cache.store import TeacherStore

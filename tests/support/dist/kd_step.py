@@ -40,8 +40,8 @@ from mkd.config.values import ServedTargets, SignalsMemory, XTokenLoss
 from mkd.cpu.flags import set_cpu_values
 from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes
 from mkd.job.cached_teacher import CachedTeacherSpec, open_cache
-from mkd.job.elsewhere.inference_states import StatesSource, StatesTeacherSpec
 from mkd.job.teachers.inference import InferenceSource, InferenceTeacherSpec
+from mkd.job.teachers.inference_states import StatesSource, StatesTeacherSpec
 from mkd.job.teachers.served import ServedSource, ServedTeacherSpec
 from mkd.losses import LossOptions
 from mkd.models.gpt import gpt_config
