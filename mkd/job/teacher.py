@@ -24,8 +24,8 @@ from mkd.config.megatron.layouts import has_own_layout, teacher_layout_args
 from mkd.config.megatron.teacher_args import teacher_arguments
 from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes
 from mkd.errors import MkdConfigError
-from mkd.job.cached_teacher import CachedTeacherSpec, open_cache
 from mkd.job.cross_tokenizer import CrossTokenizers
+from mkd.job.teachers.cached import CachedTeacherSpec, open_cache
 from mkd.job.teachers.common import WITHOUT_WAITING_S, top_k_description
 from mkd.job.teachers.inference import InferenceSource, InferenceTeacherSpec
 from mkd.job.teachers.inference_states import StatesSource, StatesTeacherSpec

@@ -39,7 +39,7 @@ from mkd.config.megatron.layouts import length_multiple
 from mkd.config.values import ServedTargets, SignalsMemory, XTokenLoss
 from mkd.cpu.flags import set_cpu_values
 from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes
-from mkd.job.cached_teacher import CachedTeacherSpec, open_cache
+from mkd.job.teachers.cached import CachedTeacherSpec, open_cache
 from mkd.job.teachers.inference import InferenceSource, InferenceTeacherSpec
 from mkd.job.teachers.inference_states import StatesSource, StatesTeacherSpec
 from mkd.job.teachers.served import ServedSource, ServedTeacherSpec

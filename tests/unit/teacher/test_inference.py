@@ -18,7 +18,7 @@ from mkd.checkpoint.megatron_folder import TRACKER
 from mkd.config.kd_config import KDConfig
 from mkd.errors import MkdCacheError, MkdConfigError, MkdNumericError, MkdTeacherError, MkdTeacherTimeout
 from mkd.job.cache_build.inspect import merge
-from mkd.job.cached_teacher import CachedTeacherSpec
+from mkd.job.teachers.cached import CachedTeacherSpec
 from mkd.teacher.cache import writer as cache_writer
 from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.inference import http, texts
