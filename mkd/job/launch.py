@@ -14,11 +14,11 @@ from mkd.compat.refusals import megatron_refusals
 from mkd.compat.stopping import StopSignals
 from mkd.data.datasets import provider_of
 from mkd.distributed.groups import Groups
-from mkd.job.elsewhere.rollout_servers import store_rollout_assets
 from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
 from mkd.job.plan import record
 from mkd.job.resume.selection import resolve_checkpoint
+from mkd.job.rollout.servers import store_rollout_assets
 from mkd.job.run_record import RunRecord
 from mkd.job.saving import best_checkpoint, prepare_saving
 from mkd.job.teacher_check import check_teacher_quality
