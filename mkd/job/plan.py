@@ -25,8 +25,8 @@ from mkd.job.memory_table import memory_line, offload_line, print_memory, worklo
 from mkd.job.on_policy import rollout_plan
 from mkd.job.pipeline_balance import balance_text
 from mkd.job.run_record import FILE, SETTINGS, RunRecord, run_file
-from mkd.job.teacher import shape_of
 from mkd.job.teachers.inference import InferenceSource
+from mkd.job.teachers.model import shape_of
 from mkd.losses.inputs import MAX_FP32_TEMPERATURE
 from mkd.models.delta_rule import missing_kernel
 from mkd.models.gated_delta_net import VARIANT

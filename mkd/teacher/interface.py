@@ -4,9 +4,9 @@ A teacher passes through five types on its way from a flag to the loss:
 
     TeacherSource      a folder on disk, opened and checked: architecture, vocabulary, tokenizer hash, fingerprint
                        (mkd.checkpoint.source; a cache is its own source, mkd.teacher.cache.store; teachers in
-                       another process: mkd.job.elsewhere)
+                       another process: mkd.job.teachers)
     TeacherSpec        the source fitted to the flags of the job, before weights or process groups exist: the run
-                       summary, the memory estimate and the doctor read it; `build` makes the teacher (mkd.job.teacher)
+                       summary, the memory estimate and the doctor read it; `build` makes the teacher (mkd.job.teachers)
     Teacher            the object that runs on this rank: weights, or an open cache
     TeacherSignal      its output for one microbatch
     TeacherObjective   signal and student output -> loss terms and metrics (mkd.train.objective)

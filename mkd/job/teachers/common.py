@@ -36,7 +36,7 @@ class SourceAtAddresses:
 
 
 class SpecWithoutModel[Source]:
-    """Parts of a `mkd.job.teacher.TeacherSpec` without a model."""
+    """Parts of a `mkd.job.teachers.interface.TeacherSpec` without a model."""
 
     source: Source
 

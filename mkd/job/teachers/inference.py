@@ -98,7 +98,7 @@ class InferenceSource(SourceAtAddresses):
 
 @dataclass(frozen=True)
 class InferenceTeacherSpec(SpecWithoutModel[InferenceSource]):
-    """A model behind inference servers that fits the job. See `mkd.job.teacher.TeacherSpec`."""
+    """A model behind inference servers that fits the job. See `mkd.job.teachers.model.TeacherSpec`."""
 
     source: InferenceSource
     kd: KDConfig

@@ -106,7 +106,7 @@ class StatesSource(SourceAtAddresses):
 
 @dataclass(frozen=True)
 class StatesTeacherSpec(SpecWithoutModel[StatesSource]):
-    """vLLM servers whose hidden states fit the job. See `mkd.job.teacher.TeacherSpec`."""
+    """vLLM servers whose hidden states fit the job. See `mkd.job.teachers.model.TeacherSpec`."""
 
     source: StatesSource
     args: Namespace

@@ -154,7 +154,7 @@ def _with_tokenizers(teachers: Sequence[ServedSource], folders: Sequence[str]) -
 
 @dataclass(frozen=True)
 class ServedTeacherSpec(SpecWithoutModel[ServedSource]):
-    """A teacher service that fits the job. See `mkd.job.teacher.TeacherSpec`."""
+    """A teacher service that fits the job. See `mkd.job.teachers.model.TeacherSpec`."""
 
     source: ServedSource
     args: Namespace
