@@ -38,7 +38,7 @@ from mkd.job.on_policy import on_policy_of
 from mkd.job.resume.compare import check_checkpoint
 from mkd.job.resume.position import check_position
 from mkd.job.resume.selection import adopt_from_checkpoint, check_first_weights, select_checkpoint
-from mkd.job.samples import SampleWriter, TaskEvaluation
+from mkd.job.rollout.samples import SampleWriter, TaskEvaluation
 from mkd.job.teachers.model import TeacherSpec, check_teacher_fits, teacher_source, teacher_spec
 from mkd.models.adapted_layers import AdaptedLinear
 from mkd.models.layer_maps import KEY_PREFIX, pair_of_key

@@ -22,7 +22,7 @@ from mkd.distributed.groups import Groups
 from mkd.job.checks import CHECKS, JobDraft
 from mkd.job.cross_tokenizer import CrossTokenizers
 from mkd.job.data import JobData, number_of_iterations
-from mkd.job.samples import SampleWriter, TaskEvaluation
+from mkd.job.rollout.samples import SampleWriter, TaskEvaluation
 from mkd.job.teachers.model import TeacherSpec, is_model_of
 from mkd.losses import LossOptions
 from mkd.models.gpt import gpt_config

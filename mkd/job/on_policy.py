@@ -15,8 +15,8 @@ from mkd.data.sources.prompts import ON_POLICY, Prompt, read_prompts, require_kn
 from mkd.errors import MkdConfigError, MkdDataError
 from mkd.job.cross_tokenizer import CrossTokenizers
 from mkd.job.memory import cache_tokens
+from mkd.job.rollout.samples import Writer, text_positions
 from mkd.job.rollout.servers import rollout_folder, served_writer
-from mkd.job.samples import Writer, text_positions
 from mkd.job.teachers.common import SourceAtAddresses
 from mkd.rollout.engine.attention import reason_against_cache
 from mkd.rollout.engine.cached import cached_length

@@ -12,8 +12,8 @@ from torch import Tensor
 from mkd.checkpoint.best import BestCheckpoint
 from mkd.data.text_size import TextSize
 from mkd.job.job import Job
+from mkd.job.rollout.samples import SampleWriter, TaskEvaluation
 from mkd.job.run_record import RunRecord
-from mkd.job.samples import SampleWriter, TaskEvaluation
 from mkd.report.calibration import calibration_table
 from mkd.report.metrics import IterationMetrics, MetricsLog
 from mkd.report.peak_memory import PeakMemory

@@ -1,11 +1,11 @@
-"""mkd/job/samples.py: the end tokens of a student's folder."""
+"""mkd/job/rollout/samples.py: the end tokens of a student's folder."""
 
 from pathlib import Path
 
 import pytest
 
 from mkd.errors import MkdCheckpointError
-from mkd.job.samples import _generation_config
+from mkd.job.rollout.samples import _generation_config
 
 
 def test_generation_config_is_optional(tmp_path: Path) -> None:
