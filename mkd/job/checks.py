@@ -34,10 +34,10 @@ from mkd.errors import MkdConfigError, MkdNodeError
 from mkd.job.cross_tokenizer import CrossTokenizers, sort_teachers
 from mkd.job.data import JobData, folder_of_tokenizer, hash_of_tokenizer
 from mkd.job.epochs import set_iterations
-from mkd.job.on_policy import on_policy_of
 from mkd.job.resume.compare import check_checkpoint
 from mkd.job.resume.position import check_position
 from mkd.job.resume.selection import adopt_from_checkpoint, check_first_weights, select_checkpoint
+from mkd.job.rollout.on_policy import on_policy_of
 from mkd.job.rollout.samples import SampleWriter, TaskEvaluation
 from mkd.job.teachers.model import TeacherSpec, check_teacher_fits, teacher_source, teacher_spec
 from mkd.models.adapted_layers import AdaptedLinear

@@ -22,8 +22,8 @@ from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
 from mkd.job.launch_bound import student_launches, teacher_launches
 from mkd.job.memory_table import memory_line, offload_line, print_memory, workload
-from mkd.job.on_policy import rollout_plan
 from mkd.job.pipeline_balance import balance_text
+from mkd.job.rollout.on_policy import rollout_plan
 from mkd.job.run_record import FILE, SETTINGS, RunRecord, run_file
 from mkd.job.teachers.inference import InferenceSource
 from mkd.job.teachers.model import shape_of
