@@ -39,7 +39,8 @@ from mkd.job.resume.position import check_position
 from mkd.job.resume.selection import adopt_from_checkpoint, check_first_weights, select_checkpoint
 from mkd.job.rollout.on_policy import on_policy_of
 from mkd.job.rollout.samples import SampleWriter, TaskEvaluation
-from mkd.job.teachers.model import TeacherSpec, check_teacher_fits, teacher_source, teacher_spec
+from mkd.job.teachers.from_flags import check_teacher_fits, teacher_source, teacher_spec
+from mkd.job.teachers.interface import TeacherSpec
 from mkd.models.adapted_layers import AdaptedLinear
 from mkd.models.layer_maps import KEY_PREFIX, pair_of_key
 from mkd.models.lora import Lora

@@ -23,7 +23,8 @@ from mkd.job.checks import CHECKS, JobDraft
 from mkd.job.cross_tokenizer import CrossTokenizers
 from mkd.job.data import JobData, number_of_iterations
 from mkd.job.rollout.samples import SampleWriter, TaskEvaluation
-from mkd.job.teachers.model import TeacherSpec, is_model_of
+from mkd.job.teachers.interface import TeacherSpec
+from mkd.job.teachers.model import is_model_of
 from mkd.losses import LossOptions
 from mkd.models.gpt import gpt_config
 from mkd.models.lora import Lora

@@ -6,13 +6,7 @@ from typing import get_args
 from mkd.config.kd_fields import KDFields, flag_of
 from mkd.config.loss_spec import SKEWED, Divergence, LossSpec
 from mkd.config.schedules import Schedule
-from mkd.config.values import (
-    HiddenLossType,
-    XTokenLoss,
-    require_choice,
-    require_ratio,
-    require_temperature,
-)
+from mkd.config.values import HiddenLossType, XTokenLoss, require_choice, require_ratio, require_temperature
 from mkd.errors import MkdConfigError
 
 

@@ -5,10 +5,7 @@ import re
 from typing import get_args
 
 from mkd.config.kd_fields import KDFields
-from mkd.config.values import (
-    BestMetric,
-    require_choice,
-)
+from mkd.config.values import BestMetric, require_choice
 from mkd.errors import MkdConfigError
 
 _PASSWORD = re.compile(r"//[^/]*:[^/]*@")

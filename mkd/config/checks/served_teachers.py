@@ -3,11 +3,7 @@
 from typing import get_args
 
 from mkd.config.kd_fields import KDFields, flag_of
-from mkd.config.values import (
-    ServedTargets,
-    TeacherApi,
-    require_choice,
-)
+from mkd.config.values import ServedTargets, TeacherApi, require_choice
 from mkd.errors import MkdConfigError
 
 SERVED_FIELDS = (

@@ -4,10 +4,7 @@ import math
 from typing import get_args
 
 from mkd.config.kd_fields import KDFields, flag_of
-from mkd.config.values import (
-    TeachersMode,
-    require_choice,
-)
+from mkd.config.values import TeachersMode, require_choice
 from mkd.errors import MkdConfigError
 
 SOURCES = ("teacher_hf", "teacher_load", "teacher_cache", "teacher_url")

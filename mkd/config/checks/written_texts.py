@@ -3,10 +3,7 @@
 from typing import get_args
 
 from mkd.config.kd_fields import KDFields, flag_of
-from mkd.config.values import (
-    RolloutApi,
-    require_choice,
-)
+from mkd.config.values import RolloutApi, require_choice
 from mkd.errors import MkdConfigError
 
 SERVER_FIELDS = ("rollout_api", "rollout_refresh", "rollout_weights", "rollout_timeout")

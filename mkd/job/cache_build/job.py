@@ -15,7 +15,8 @@ from mkd.errors import MkdConfigError
 from mkd.job.cross_tokenizer import sort_teachers
 from mkd.job.data import JobData, folder_of_tokenizer, hash_of_tokenizer, refuse_data_cache
 from mkd.job.plan import uncompared_tokenizers
-from mkd.job.teachers.model import ModelTeacherSpec, teacher_source
+from mkd.job.teachers.from_flags import teacher_source
+from mkd.job.teachers.model import ModelTeacherSpec
 from mkd.job.without_student import describe_teacher, refuse_flags_of_teachers
 from mkd.teacher.cache.meta import CacheMeta
 from mkd.teacher.cache.record_format import MAX_COUNT, MAX_VOCAB

@@ -11,15 +11,7 @@
 Units are bytes on one rank.
 """
 
-from mkd.job.memory.estimate import (
-    PARTS,
-    StageMemory,
-    Workload,
-    estimate,
-    fullest,
-    offloaded_bytes,
-    outside_of_torch,
-)
+from mkd.job.memory.estimate import PARTS, StageMemory, Workload, estimate, fullest, offloaded_bytes, outside_of_torch
 from mkd.job.memory.rollout import RolloutMemory, cache_tokens
 
 __all__ = [

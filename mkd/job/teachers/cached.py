@@ -46,7 +46,7 @@ class CachedTeacherSpec(SpecWithoutModel[TeacherStore]):
 
     @classmethod
     def of(cls, source: TeacherStore, args: Namespace, kd: KDConfig, true_vocab: int) -> "CachedTeacherSpec":
-        """See `teacher_spec`.
+        """See `from_flags.teacher_spec`.
 
         Raises:
             MkdCacheError: the cache has another vocabulary, or was written with other position ids.

@@ -98,7 +98,7 @@ class InferenceSource(SourceAtAddresses):
 
 @dataclass(frozen=True)
 class InferenceTeacherSpec(SpecWithoutModel[InferenceSource]):
-    """A model behind inference servers that fits the job. See `mkd.job.teachers.model.TeacherSpec`."""
+    """A model behind inference servers that fits the job. See `mkd.job.teachers.interface.TeacherSpec`."""
 
     source: InferenceSource
     kd: KDConfig

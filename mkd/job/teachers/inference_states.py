@@ -12,13 +12,7 @@ from mkd.checkpoint.source import ModelSource
 from mkd.config.kd_config import KDConfig
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError
-from mkd.job.teachers.common import (
-    URL_FLAG,
-    WITHOUT_WAITING_S,
-    SourceAtAddresses,
-    SpecWithoutModel,
-    top_k_description,
-)
+from mkd.job.teachers.common import URL_FLAG, WITHOUT_WAITING_S, SourceAtAddresses, SpecWithoutModel, top_k_description
 from mkd.job.teachers.inference import InferenceSource, check_rows, known_text, known_text_folders, probe_text
 from mkd.teacher.inference.http import ServerAddress
 from mkd.teacher.inference.known_text import KnownTextFile
@@ -106,7 +100,7 @@ class StatesSource(SourceAtAddresses):
 
 @dataclass(frozen=True)
 class StatesTeacherSpec(SpecWithoutModel[StatesSource]):
-    """vLLM servers whose hidden states fit the job. See `mkd.job.teachers.model.TeacherSpec`."""
+    """vLLM servers whose hidden states fit the job. See `mkd.job.teachers.interface.TeacherSpec`."""
 
     source: StatesSource
     args: Namespace

@@ -1,164 +1,26 @@
-"""The teacher of a job before it is built: its source fitted to the flags. See mkd.teacher.interface for the chain."""
+"""A model that runs beside the student, as the teacher of a job."""
 
 from argparse import Namespace
-from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from megatron.training.models import GPTModelConfig
 
-from mkd.checkpoint.source import EnsembleSource, ModelSource, TeacherSource
-from mkd.config.check_list import Sink
+from mkd.checkpoint.source import ModelSource, TeacherSource
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.checks.parallel_sizes import has_even_stages
-from mkd.config.megatron.checks.teachers import (
-    check_teacher_divides,
-    check_teacher_graph,
-    check_teacher_layout,
-    check_teacher_passes,
-)
+from mkd.config.megatron.checks.teachers import check_teacher_graph, check_teacher_layout, check_teacher_passes
 from mkd.config.megatron.fp8_teacher import check_fp8_teacher
-from mkd.config.megatron.layouts import has_own_layout, teacher_layout_args
+from mkd.config.megatron.layouts import has_own_layout
 from mkd.config.megatron.teacher_args import teacher_arguments
 from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes
-from mkd.errors import MkdConfigError
 from mkd.job.cross_tokenizer import CrossTokenizers
-from mkd.job.teachers.cached import CachedTeacherSpec, open_cache
-from mkd.job.teachers.common import WITHOUT_WAITING_S, top_k_description
-from mkd.job.teachers.inference import InferenceSource, InferenceTeacherSpec
-from mkd.job.teachers.inference_states import StatesSource, StatesTeacherSpec
-from mkd.job.teachers.served import ServedSource, ServedTeacherSpec
+from mkd.job.teachers.common import top_k_description
+from mkd.job.teachers.interface import TeacherSpec
 from mkd.models.gpt import gpt_config, logit_scale
-from mkd.teacher.cache.store import TeacherStore
-from mkd.teacher.ensemble import AveragedTeachers, TeacherEnsemble
 from mkd.teacher.forward_pass import PassSize
-from mkd.teacher.interface import Teacher
 from mkd.teacher.online import ForwardOptions, OnlineTeacher
 from mkd.teacher.resharded.teacher import ReshardedTeacher
-
-
-class TeacherSpec(Protocol):
-    """A teacher that fits the job; nothing of it is in memory yet."""
-
-    source: TeacherSource
-
-    @property
-    def models(self) -> list[Namespace]:
-        """Megatron's arguments of each teacher model that runs; empty for a cache."""
-        ...
-
-    @property
-    def served(self) -> list[Namespace]:
-        """See `Workload.served`."""
-        ...
-
-    @property
-    def sources(self) -> list[TeacherSource]:
-        """One source per teacher whose metrics are reported separately."""
-        ...
-
-    @property
-    def target_description(self) -> str:
-        """Teacher tokens that the divergence covers, for the run summary; empty for the whole vocabulary."""
-        ...
-
-    def build(self, groups: Groups) -> Teacher:
-        """The teacher on this rank. Collective over all ranks."""
-        ...
-
-
-def teacher_source(kd: KDConfig, *, waits: bool = True) -> TeacherSource:
-    """Open the folder of --kd-teacher-hf, --kd-teacher-load or --kd-teacher-cache, or find that of --kd-teacher-url.
-
-    Args:
-        kd: the flags.
-        waits: wait for a service that does not answer yet.
-
-    Raises:
-        MkdError: it is missing, incomplete, or of another kind than the flag names.
-    """
-    if kd.teacher_hf is not None:
-        sources = tuple(ModelSource.from_hf(folder, "--kd-teacher-hf") for folder in kd.teacher_hf)
-        return sources[0] if len(sources) == 1 else EnsembleSource(sources)
-    if kd.teacher_load is not None:
-        return ModelSource.from_megatron(kd.teacher_load, "--kd-teacher-load")
-    if kd.uses_states_of_server:
-        return StatesSource.find(kd, waits=waits)
-    if kd.uses_inference_server:
-        return InferenceSource.find(kd, waits=waits)
-    if kd.teacher_url is not None:
-        return ServedSource.of_job(kd, kd.teacher_timeout if waits else WITHOUT_WAITING_S)
-    return open_cache(kd.teacher_cache, "--kd-teacher-cache")
-
-
-def teacher_spec(
-    source: TeacherSource,
-    args: Namespace,
-    kd: KDConfig,
-    true_vocab: int,
-    fingerprint: str | None,
-    cross: CrossTokenizers | None = None,
-) -> TeacherSpec:
-    """Fit a teacher to the job.
-
-    Args:
-        source: the teacher's folder.
-        args: Megatron's arguments of the student, complete.
-        kd: the distillation flags.
-        true_vocab: tokens that student and teacher share.
-        fingerprint: fingerprint of the teacher's folder; None if the teacher never runs.
-        cross: the teachers with other tokenizers, if there are any; this one may be among them.
-
-    Raises:
-        MkdError: the teacher does not fit the job.
-    """
-    if isinstance(source, TeacherStore):
-        return CachedTeacherSpec.of(source, args, kd, true_vocab)
-    if isinstance(source, StatesSource):
-        return StatesTeacherSpec.of(source, args, kd, true_vocab)
-    if isinstance(source, InferenceSource):
-        return InferenceTeacherSpec.of(source, args, kd, true_vocab)
-    if isinstance(source, ServedSource):
-        return ServedTeacherSpec.of(source, args, kd, true_vocab, cross)
-    if isinstance(source, EnsembleSource):
-        return EnsembleTeacherSpec.of(source, args, kd, true_vocab, cross)
-    return ModelTeacherSpec.of(source, args, kd, true_vocab, fingerprint, cross)
-
-
-def check_teacher_fits(source: TeacherSource, args: Namespace, kd: KDConfig, sink: Sink = nullcontext) -> None:
-    """Refuse a layout of the teachers that does not fit the ranks, the rows or a teacher; nothing for a cache or a
-    service.
-
-    Args:
-        source: the teacher, or several.
-        args: Megatron's arguments of the student, in its layout.
-        kd: the distillation flags.
-        sink: context around the checks of each teacher.
-
-    Raises:
-        MkdConfigError: names the flag, its value and what it does not fit.
-    """
-    sources = source.sources if isinstance(source, EnsembleSource) else (source,)
-    if isinstance(sources[0], TeacherStore | ServedSource | InferenceSource | StatesSource):
-        return
-    _check_experts(source, sources, kd)
-    for one in sources:
-        experts = one.architecture.get("num_experts")
-        with sink():
-            check_teacher_layout(args, kd, experts)
-        with sink():
-            check_teacher_divides(one.architecture, teacher_layout_args(args, kd.teacher_sizes, experts), args)
-
-
-def _check_experts(source: TeacherSource, sources: Sequence[TeacherSource], kd: KDConfig) -> None:
-    """Refuse --kd-teacher-expert-* sizes if no teacher has experts."""
-    for name, size in kd.teacher_sizes.items():
-        if name.startswith("expert") and all(one.architecture.get("num_experts") is None for one in sources):
-            raise MkdConfigError(
-                f"--kd-teacher-{name.replace('_', '-')} is {size}, but {source.origin} has no experts: leave it out"
-            )
 
 
 @dataclass(frozen=True)
@@ -188,7 +50,7 @@ class ModelTeacherSpec:
         fingerprint: str | None,
         cross: CrossTokenizers | None = None,
     ) -> "ModelTeacherSpec":
-        """See `teacher_spec`."""
+        """See `from_flags.teacher_spec`."""
         own_tokens = None if cross is None else cross.own_tokens(source)
         if own_tokens is None:
             cross = None
@@ -290,75 +152,6 @@ class ModelTeacherSpec:
                 timeout_minutes=self.args.distributed_timeout_minutes,
             )
         return known[sizes]
-
-
-@dataclass(frozen=True)
-class EnsembleTeacherSpec:
-    """Models that run one after the other beside the student, or services."""
-
-    source: EnsembleSource
-    teachers: tuple[ModelTeacherSpec | ServedTeacherSpec, ...]
-    kd: KDConfig
-
-    @classmethod
-    def of(
-        cls, source: EnsembleSource, args: Namespace, kd: KDConfig, true_vocab: int, cross: CrossTokenizers | None
-    ) -> "EnsembleTeacherSpec":
-        """See `teacher_spec`.
-
-        Raises:
-            MkdConfigError: see `ModelTeacherSpec.of`; or their logits cannot be averaged, or their CE not compared.
-        """
-        if kd.teachers_mode == "select" and cross is not None:
-            cross.require_bytes()
-        if kd.teachers_mode == "averaged_logits" and cross is not None:
-            raise MkdConfigError(
-                "--kd-teachers-mode averaged_logits needs teachers with the student's tokenizer: give sum, "
-                f"or leave out {cross.sources[0].path}"
-            )
-        teachers = tuple(teacher_spec(one, args, kd, true_vocab, one.fingerprint(), cross) for one in source.sources)
-        for one in teachers:
-            softcap = one.logit_softcap
-            if kd.teachers_mode == "averaged_logits" and softcap is not None:
-                raise MkdConfigError(
-                    f"--kd-teachers-mode averaged_logits needs teachers without a softcap of the logits, "
-                    f"{one.source.path} has {softcap:g}: give sum or select"
-                )
-        return cls(source, teachers, kd)
-
-    def __str__(self) -> str:
-        if self.kd.teachers_mode == "select":
-            return "for each text the best of " + "; ".join(map(str, self.teachers))
-        listed = zip(self.kd.weights_of_teachers(len(self.teachers)), self.teachers, strict=True)
-        return f"{self.kd.teachers_mode} of " + "; ".join(f"{weight:g} x {teacher}" for weight, teacher in listed)
-
-    @property
-    def sources(self) -> list[TeacherSource]:
-        """See `TeacherSpec`; teachers with averaged logits are reported as one."""
-        return [self.source] if self.kd.teachers_mode == "averaged_logits" else list(self.source.sources)
-
-    @property
-    def models(self) -> list[Namespace]:
-        """See `TeacherSpec`."""
-        return [model for teacher in self.teachers for model in teacher.models]
-
-    @property
-    def served(self) -> list[Namespace]:
-        """See `TeacherSpec`."""
-        return [model for teacher in self.teachers for model in teacher.served]
-
-    @property
-    def target_description(self) -> str:
-        """See `TeacherSpec`."""
-        return self.teachers[0].target_description
-
-    def build(self, groups: Groups) -> TeacherEnsemble | AveragedTeachers:
-        """See `TeacherSpec`."""
-        layouts: dict[ParallelSizes, ParallelLayout] = {}
-        teachers = tuple(teacher.build(groups, layouts) for teacher in self.teachers)
-        mode = self.kd.teachers_mode
-        ensemble = TeacherEnsemble(teachers, self.kd.weights_of_teachers(len(teachers)), selecting=mode == "select")
-        return AveragedTeachers(ensemble) if mode == "averaged_logits" else ensemble
 
 
 def is_model_of(spec: TeacherSpec, student: ModelSource | None, args: Namespace, kd: KDConfig) -> bool:

@@ -154,7 +154,7 @@ def _with_tokenizers(teachers: Sequence[ServedSource], folders: Sequence[str]) -
 
 @dataclass(frozen=True)
 class ServedTeacherSpec(SpecWithoutModel[ServedSource]):
-    """A teacher service that fits the job. See `mkd.job.teachers.model.TeacherSpec`."""
+    """A teacher service that fits the job. See `mkd.job.teachers.interface.TeacherSpec`."""
 
     source: ServedSource
     args: Namespace
@@ -174,7 +174,7 @@ class ServedTeacherSpec(SpecWithoutModel[ServedSource]):
         true_vocab: int,
         cross: CrossTokenizers | None = None,
     ) -> "ServedTeacherSpec":
-        """See `teacher_spec`.
+        """See `from_flags.teacher_spec`.
 
         Raises:
             MkdConfigError: rows or targets of the job do not fit the service.
