@@ -31,7 +31,7 @@ def run() -> None:
     from mkd.distributed.groups import Groups
     from mkd.job.job import Job
     from mkd.job.launch import build, train
-    from mkd.job.plan import print_plan
+    from mkd.job.plan.plan import print_plan
 
     job = Job.from_command_line()
     if not job.kd.is_plain_pretraining:

@@ -21,7 +21,7 @@ def run_job() -> None:
     from mkd.job.job import Job
     from mkd.job.launch import build, train
     from mkd.job.memory_table import check_host_memory
-    from mkd.job.plan import dry_run, print_plan
+    from mkd.job.plan.plan import dry_run, print_plan
 
     start.ended("imports")
     job = Job.from_command_line()

@@ -16,7 +16,7 @@ from mkd.data.datasets import provider_of
 from mkd.distributed.groups import Groups
 from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
-from mkd.job.plan import record
+from mkd.job.plan.plan import record
 from mkd.job.resume.selection import resolve_checkpoint
 from mkd.job.rollout.servers import store_rollout_assets
 from mkd.job.run_record import RunRecord

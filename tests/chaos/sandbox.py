@@ -45,7 +45,7 @@ def prepare() -> None:
 
     for name in ("cache", "convert", "preprocess", "build_projection", "plot", "doctor", "train_job"):
         import_module(f"mkd.cli.{name}")
-    for name in ("mkd.job.launch", "mkd.job.plan", "transformers.models.llama.modeling_llama"):
+    for name in ("mkd.job.launch", "mkd.job.plan.plan", "transformers.models.llama.modeling_llama"):
         import_module(name)
     from transformers.utils import logging
 

@@ -16,7 +16,7 @@ from megatron.training.global_vars import destroy_global_vars
 from mkd.config import flags
 from mkd.errors import MkdCheckpointError, MkdConfigError, MkdDataError, MkdError, MkdNodeError
 from mkd.job.job import Job
-from mkd.job.plan import plan
+from mkd.job.plan.plan import plan
 from tests.support.e2e import small_job
 from tests.support.e2e.small_job import END, STUDENT, TEACHER, VOCAB, SmallJob, make_model, make_tokenizer, write_data
 from tests.support.hf_folders import change_json

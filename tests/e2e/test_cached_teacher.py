@@ -14,7 +14,7 @@ from mkd.checkpoint.megatron_folder import TRACKER
 from mkd.data.batch import segment_hash
 from mkd.errors import MkdCacheError, MkdConfigError
 from mkd.job.job import Job
-from mkd.job.plan import plan
+from mkd.job.plan.plan import plan
 from mkd.teacher.cache.meta import META, CacheMeta
 from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.cache.writer import StoreWriter

@@ -1,4 +1,4 @@
-"""mkd/job/plan.py: lines of the plan."""
+"""mkd/job/plan/plan.py: lines of the plan."""
 
 from argparse import Namespace
 from dataclasses import replace
@@ -12,7 +12,7 @@ from mkd import cpu
 from mkd.checkpoint.source import ModelSource
 from mkd.config.kd_config import KDConfig
 from mkd.config.schedules import Schedule
-from mkd.job.plan import (
+from mkd.job.plan.plan import (
     _delta_nets,
     _experts,
     _missing_cross_entropy,
@@ -42,7 +42,9 @@ def test_gated_delta_nets_without_kernels(monkeypatch: pytest.MonkeyPatch) -> No
     reason = missing_kernel(is_trained=True, is_deterministic=False)
     assert line(net, net, net) == f"in PyTorch's operations, slower than kernels; student and teacher: {reason}"
     assert line(None, net) == f"in PyTorch's operations, slower than kernels; teacher: {reason}"
-    monkeypatch.setattr("mkd.job.plan.missing_kernel", lambda is_trained, mode: "no gradients" if is_trained else None)
+    monkeypatch.setattr(
+        "mkd.job.plan.plan.missing_kernel", lambda is_trained, mode: "no gradients" if is_trained else None
+    )
     assert line(net, net) == "in PyTorch's operations, slower than kernels; student: no gradients"
 
 

@@ -1,0 +1,1 @@
+"""The plan of a job: a summary that is printed before it trains."""
