@@ -38,7 +38,7 @@ from mkd.job.doctor.findings import Findings
 from mkd.job.doctor.run import Launch, examine
 from mkd.job.memory import StageMemory, estimate
 from mkd.job.memory.estimate import LOGITS, WORKING
-from mkd.job.memory_table import workload
+from mkd.job.plan.memory_table import workload
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30

@@ -58,7 +58,7 @@ from mkd.compat.startup import use_prebuilt_dataset_helpers
 from mkd.job.doctor.findings import Findings
 from mkd.job.doctor.run import Launch, examine
 from mkd.job.memory import estimate, fullest
-from mkd.job.memory_table import workload
+from mkd.job.plan.memory_table import workload
 from tests.support.gpu.rank_server import TIMED_OUT, RankServer
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -20,7 +20,7 @@ def run_job() -> None:
     # These import megatron, which `prepare` prepares.
     from mkd.job.job import Job
     from mkd.job.launch import build, train
-    from mkd.job.memory_table import check_host_memory
+    from mkd.job.plan.memory_table import check_host_memory
     from mkd.job.plan.plan import dry_run, print_plan
 
     start.ended("imports")

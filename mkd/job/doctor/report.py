@@ -16,7 +16,7 @@ from mkd.job.doctor.findings import Findings
 from mkd.job.doctor.peek import CONTEXT, TARGET, peek
 from mkd.job.job import Job
 from mkd.job.memory.advice import advise, needed
-from mkd.job.memory_table import print_memory, workload
+from mkd.job.plan.memory_table import print_memory, workload
 from mkd.job.plan.plan import WARNING, job_warnings, plan
 
 GIB = 2**30

@@ -21,8 +21,8 @@ from mkd.job.data import folder_of_tokenizer, hash_of_tokenizer, number_of_itera
 from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
 from mkd.job.launch_bound import student_launches, teacher_launches
-from mkd.job.memory_table import memory_line, offload_line, print_memory, workload
 from mkd.job.pipeline_balance import balance_text
+from mkd.job.plan.memory_table import memory_line, offload_line, print_memory, workload
 from mkd.job.rollout.on_policy import rollout_plan
 from mkd.job.run_record import FILE, SETTINGS, RunRecord, run_file
 from mkd.job.teachers.inference import InferenceSource

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from mkd.errors import MkdConfigError
-from mkd.job import memory_table
+from mkd.job.plan import memory_table
 from mkd.utils.host_memory import free_host_bytes
 
 MEMINFO = "MemTotal:       16 kB\nMemFree:         2 kB\nMemAvailable:    8 kB\n"
