@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mkd.config.kd_config import KDConfig
-from mkd.job.launch_bound import layer_times, student_launches, teacher_launches
+from mkd.job.plan.launch_bound import layer_times, student_launches, teacher_launches
 from tests.support.memory_jobs import llama_arguments
 
 H200 = 989.0
