@@ -20,9 +20,9 @@ from mkd.config.megatron.layouts import has_own_layout
 from mkd.job.data import folder_of_tokenizer, hash_of_tokenizer, number_of_iterations
 from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
-from mkd.job.pipeline_balance import balance_text
 from mkd.job.plan.launch_bound import student_launches, teacher_launches
 from mkd.job.plan.memory_table import memory_line, offload_line, print_memory, workload
+from mkd.job.plan.pipeline_balance import balance_text
 from mkd.job.rollout.on_policy import rollout_plan
 from mkd.job.run_record import FILE, SETTINGS, RunRecord, run_file
 from mkd.job.teachers.inference import InferenceSource

@@ -8,7 +8,7 @@ import pytest
 from mkd.config.kd_config import KDConfig
 from mkd.config.lora import LoraOptions
 from mkd.job.memory import Workload, estimate, fullest
-from mkd.job.pipeline_balance import StageWork, balance_text, stage_work
+from mkd.job.plan.pipeline_balance import StageWork, balance_text, stage_work
 from mkd.models.lora import Lora
 from tests.support.memory_jobs import llama_arguments
 
