@@ -14,7 +14,7 @@ from mkd.data.sources.stores import is_chat_file
 from mkd.errors import MkdConfigError
 from mkd.job.cross_tokenizer import sort_teachers
 from mkd.job.data import JobData, folder_of_tokenizer, hash_of_tokenizer, refuse_data_cache
-from mkd.job.plan.plan import uncompared_tokenizers
+from mkd.job.plan.warnings import uncompared_tokenizers
 from mkd.job.teachers.from_flags import teacher_source
 from mkd.job.teachers.model import ModelTeacherSpec
 from mkd.job.without_student import describe_teacher, refuse_flags_of_teachers

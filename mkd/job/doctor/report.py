@@ -17,7 +17,8 @@ from mkd.job.doctor.peek import CONTEXT, TARGET, peek
 from mkd.job.job import Job
 from mkd.job.memory.advice import advise, needed
 from mkd.job.plan.memory_table import print_memory, workload
-from mkd.job.plan.plan import WARNING, job_warnings, plan
+from mkd.job.plan.plan import WARNING, plan
+from mkd.job.plan.warnings import job_warnings
 
 GIB = 2**30
 

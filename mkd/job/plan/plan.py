@@ -3,7 +3,6 @@
 import json
 import logging
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,27 +11,26 @@ import torch
 from mkd import cpu
 from mkd.checkpoint.adapters.peft_folder import open_hf_folder
 from mkd.checkpoint.hf.folder import store_assets
-from mkd.checkpoint.source import ModelSource, TeacherSource, compare_tokenizers
+from mkd.checkpoint.source import compare_tokenizers
 from mkd.config.kd_config import KDConfig
 from mkd.config.loss_spec import divergence_text
 from mkd.config.megatron.epochs import iterations_are_unknown
 from mkd.config.megatron.layouts import has_own_layout
-from mkd.job.data import folder_of_tokenizer, hash_of_tokenizer, number_of_iterations
+from mkd.job.data import folder_of_tokenizer, number_of_iterations
 from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
 from mkd.job.plan.launch_bound import student_launches, teacher_launches
 from mkd.job.plan.memory_table import memory_line, offload_line, print_memory, workload
 from mkd.job.plan.pipeline_balance import balance_text
+from mkd.job.plan.warnings import job_warnings
 from mkd.job.rollout.on_policy import rollout_plan
 from mkd.job.run_record import FILE, SETTINGS, RunRecord, run_file
-from mkd.job.teachers.inference import InferenceSource
 from mkd.job.teachers.model import shape_of
 from mkd.losses.inputs import MAX_FP32_TEMPERATURE
 from mkd.models.delta_rule import missing_kernel
 from mkd.models.gated_delta_net import VARIANT
 from mkd.report.flops import peak_tflops
 from mkd.utils.logging import logger
-from mkd.utils.tokenizer_flag import tokenizer_flag
 
 WARNING = "warning"
 """Label of the plan's line of `job_warnings`."""
@@ -218,56 +216,6 @@ def _renamed_tokens(job: Job) -> dict[str, str]:
     found = ((one, compare_tokenizers(folder, one)) for one in job.teacher.sources)
     texts = [f"{one.path}: {difference}" for one, difference in found if difference is not None and difference.names]
     return {"same ids": "; ".join(texts)} if texts else {}
-
-
-def job_warnings(job: Job) -> list[str]:
-    """Facts that the checks accept and that may make a run worthless."""
-    if job.kd.is_plain_pretraining:
-        return []
-    return [
-        *uncompared_tokenizers(job.args, job.student_source, job.teacher.sources),
-        *_missing_cross_entropy(job.kd),
-    ]
-
-
-def _missing_cross_entropy(kd: KDConfig) -> list[str]:
-    """A sentence if all rows are written, whose tokens have no cross-entropy, and R leaves room for it."""
-    share, ratio = kd.on_policy_over_time, kd.ratio_over_time
-    if min(share.start, share.end) < 1.0 or min(ratio.start, ratio.end) == 1.0:
-        return []
-    return ["written texts have no cross-entropy, and at --kd-on-policy 1 the loss is R KD alone: give --kd-ratio 1"]
-
-
-def uncompared_tokenizers(args: Namespace, student: ModelSource | None, teachers: Sequence[TeacherSource]) -> list[str]:
-    """A sentence for each teacher whose tokenizer cannot be compared with the student's.
-
-    None for token ids without a tokenizer (NullTokenizer), and for an inference server, which divides a sentence into
-    tokens before the first step (`mkd.teacher.inference.probe`).
-
-    Args:
-        args: Megatron's, complete.
-        student: source of --kd-student-hf; None without the flag.
-        teachers: the teachers.
-    """
-    own = (student.tokenizer_hash if student is not None else None) or hash_of_tokenizer(args)
-    if own is None and (args.tokenizer_type or "").startswith("Null"):
-        return []
-    found = []
-    for one in teachers:
-        is_same_model = student is not None and one.path == student.path
-        if is_same_model or (own is not None and isinstance(one, InferenceSource)):
-            continue
-        if own is None:
-            reason = f"{tokenizer_flag(args)} {args.tokenizer_model} ({args.tokenizer_type}) is no Hugging Face folder"
-        elif one.tokenizer_hash is None:
-            reason = "its folder has no tokenizer files" if isinstance(one, ModelSource) else "it records no tokenizer"
-        else:
-            continue
-        found.append(
-            f"the tokenizer of the teacher {one.origin} cannot be compared with the student's: {reason}; with another "
-            "vocabulary the loss is meaningless"
-        )
-    return found
 
 
 def _layers(job: Job) -> dict[str, str]:

@@ -12,14 +12,8 @@ from mkd import cpu
 from mkd.checkpoint.source import ModelSource
 from mkd.config.kd_config import KDConfig
 from mkd.config.schedules import Schedule
-from mkd.job.plan.plan import (
-    _delta_nets,
-    _experts,
-    _missing_cross_entropy,
-    implementation_text,
-    learning_rate,
-    uncompared_tokenizers,
-)
+from mkd.job.plan.plan import _delta_nets, _experts, implementation_text, learning_rate
+from mkd.job.plan.warnings import _missing_cross_entropy, uncompared_tokenizers
 from mkd.job.teachers.inference import InferenceSource
 from mkd.models.delta_rule import missing_kernel
 
