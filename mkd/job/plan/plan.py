@@ -22,8 +22,8 @@ from mkd.job.job import Job
 from mkd.job.plan.launch_bound import student_launches, teacher_launches
 from mkd.job.plan.memory_table import memory_line, offload_line, print_memory, workload
 from mkd.job.plan.pipeline_balance import balance_text
+from mkd.job.plan.rollout import rollout_plan
 from mkd.job.plan.warnings import job_warnings
-from mkd.job.rollout.on_policy import rollout_plan
 from mkd.job.run_record import FILE, SETTINGS, RunRecord, run_file
 from mkd.job.teachers.model import shape_of
 from mkd.losses.inputs import MAX_FP32_TEMPERATURE

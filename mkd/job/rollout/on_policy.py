@@ -1,4 +1,4 @@
-"""--kd-on-policy from the flags of a job, and the lines of the plan about texts that the student writes."""
+"""The rows of --kd-on-policy, from the flags of a job."""
 
 import math
 from argparse import Namespace
@@ -16,7 +16,7 @@ from mkd.errors import MkdConfigError, MkdDataError
 from mkd.job.cross_tokenizer import CrossTokenizers
 from mkd.job.memory import cache_tokens
 from mkd.job.rollout.samples import Writer, text_positions
-from mkd.job.rollout.servers import rollout_folder, served_writer
+from mkd.job.rollout.servers import served_writer
 from mkd.job.teachers.common import SourceAtAddresses
 from mkd.rollout.engine.attention import reason_against_cache
 from mkd.rollout.engine.cached import cached_length
@@ -24,7 +24,7 @@ from mkd.rollout.guard import CollapseGuard
 from mkd.rollout.interface import Decoding
 from mkd.rollout.on_policy import OnPolicy
 from mkd.rollout.rows import WrittenRowOptions
-from mkd.rollout.served.find import TextSizes, addresses_of
+from mkd.rollout.served.find import TextSizes
 from mkd.rollout.stop_strings import StopStrings
 
 
@@ -190,27 +190,3 @@ def _names(kd: KDConfig, source: TeacherSource | None) -> list[list[str]]:
         return [kd.teacher_url]
     sources = source.sources if isinstance(source, EnsembleSource) else (source,)
     return [list(map(str, one.addresses)) for one in sources if isinstance(one, SourceAtAddresses)]
-
-
-def rollout_plan(args: Namespace, kd: KDConfig) -> dict[str, str]:
-    """Lines of the plan about texts that the student writes, label -> text."""
-    what = [f"samples of {kd.sample_prompts}"] if kd.sample_prompts is not None else []
-    what += [f"answers to {kd.eval_tasks}"] if kd.eval_tasks is not None else []
-    what += [_on_policy_text(kd)] if kd.is_on_policy and kd.rollout_url is None else []
-    reason = reason_against_cache(args)
-    how = "with cached keys and values" if reason is None else f"one whole forward pass per token ({reason})"
-    lines = {"writes": f"{', '.join(what)}: {how}"} if what else {}
-    if kd.is_on_policy and kd.rollout_url is not None:
-        servers, often = ", ".join(map(str, addresses_of(kd))), kd.rollout_refresh
-        age = "every rollout" if often <= kd.rollout_steps else f"{often} steps"
-        lines["servers"] = f"{_on_policy_text(kd)}: {servers}, new weights in {rollout_folder(args, kd)} after {age}"
-    return lines
-
-
-def _on_policy_text(kd: KDConfig) -> str:
-    share = kd.on_policy_over_time
-    rows = f"{share.start:.0%} of the rows" if share.shape == "constant" else f"a share of the rows, {share},"
-    details = [f"{kd.rollout_samples} answers to each"] if kd.rollout_samples > 1 else []
-    details += [f"for {kd.rollout_steps} steps at once"] if kd.rollout_steps > 1 else []
-    details += ["cut-off ones are dropped"] if kd.rollout_cut_off == "drop" else []
-    return f"{rows} from {kd.prompts}" + (f" ({', '.join(details)})" if details else "")

@@ -14,7 +14,8 @@ from mkd.checkpoint.source import EnsembleSource
 from mkd.config.flags import default_arguments
 from mkd.config.kd_config import KDConfig
 from mkd.errors import MkdConfigError, MkdDataError
-from mkd.job.rollout.on_policy import on_policy_of, rollout_plan
+from mkd.job.plan.rollout import rollout_plan
+from mkd.job.rollout.on_policy import on_policy_of
 from mkd.job.teachers.common import SourceAtAddresses
 from mkd.utils.tokenizer_flag import adopt_tokenizer
 from tests.support.chats import MARKED, chat_tokenizer
