@@ -16,10 +16,9 @@ from mkd.data.datasets import provider_of
 from mkd.distributed.groups import Groups
 from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
-from mkd.job.plan.plan import record
 from mkd.job.resume.selection import resolve_checkpoint
 from mkd.job.rollout.servers import store_rollout_assets
-from mkd.job.run_record import RunRecord
+from mkd.job.run_record import RunRecord, write_run_record
 from mkd.job.saving import best_checkpoint, prepare_saving
 from mkd.job.teacher_check import check_teacher_quality
 from mkd.job.training_loop import Hooks
@@ -82,7 +81,7 @@ def _parts(
     if teacher is not None:
         check_teacher_quality(teacher, datasets[1] or datasets[0], groups, job, step)
     start.ended("check of the teacher")
-    written = record(job)
+    written = write_run_record(job)
     if job.args.rank == 0:
         store_rollout_assets(job.args, job.kd)
     schedule = TeacherThenStudent(

@@ -7,12 +7,14 @@ kd_config.json after its first step. No passwords or keys are written to run.yam
 values look like ones are left out and listed.
 """
 
+import json
 import os
 import re
 import socket
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from datetime import datetime
 from hashlib import blake2b
 from importlib import metadata
@@ -23,11 +25,15 @@ import torch
 
 import mkd
 from mkd import cpu
+from mkd.checkpoint.adapters.peft_folder import open_hf_folder
+from mkd.checkpoint.hf.folder import store_assets
 from mkd.config.flags import flag_parser
 from mkd.config.megatron.data_args import data_prefixes
 from mkd.config.run_file import FLAG, RECORD, given_flags, to_yaml
 from mkd.data.sources.stores import chat_files, is_chat_file
 from mkd.errors import MkdError
+from mkd.job.job import Job
+from mkd.job.plan.plan import plan
 from mkd.utils.atomic_files import replacing
 from mkd.utils.commit import commit_of
 from mkd.utils.logging import logger
@@ -212,3 +218,22 @@ def data_state(path: Path, hashed: bool = True) -> str:
             file.seek(sample * max(size - _SAMPLE_BYTES, 0) // (_SAMPLES - 1))
             digest.update(file.read(_SAMPLE_BYTES))
     return f"{size} bytes, hash {digest.hexdigest()}"
+
+
+def write_run_record(job: Job) -> RunRecord | None:
+    """Write the files beside the checkpoints that explain them and that an export needs.
+
+    run.yaml repeats the run; kd_config.json has the resolved distillation settings and the plan; the student's Hugging
+    Face configuration and tokenizer go along, so that mkd convert needs no other folder.
+
+    Returns:
+        The first two, on rank 0 of a job with --save; else None.
+    """
+    if job.args.rank != 0 or job.args.save is None:
+        return None
+    folder = Path(job.args.save)
+    folder.mkdir(parents=True, exist_ok=True)
+    if job.kd.student_hf is not None:
+        store_assets(open_hf_folder(job.kd.student_hf, "--kd-student-hf"), folder)
+    settings = json.dumps({"kd": asdict(job.kd), "plan": plan(job)}, indent=2) + "\n"
+    return RunRecord.write(folder, {SETTINGS: settings, FILE: run_file(job.args, job.state.teacher_fingerprint)})

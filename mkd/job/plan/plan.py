@@ -1,16 +1,11 @@
 """The plan of a job: a summary that is printed before it trains."""
 
-import json
 import logging
 from argparse import Namespace
-from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
 from mkd import cpu
-from mkd.checkpoint.adapters.peft_folder import open_hf_folder
-from mkd.checkpoint.hf.folder import store_assets
 from mkd.checkpoint.source import compare_tokenizers
 from mkd.config.kd_config import KDConfig
 from mkd.config.loss_spec import divergence_text
@@ -24,7 +19,6 @@ from mkd.job.plan.memory_table import memory_line, offload_line, print_memory, w
 from mkd.job.plan.pipeline_balance import balance_text
 from mkd.job.plan.rollout import rollout_plan
 from mkd.job.plan.warnings import job_warnings
-from mkd.job.run_record import FILE, SETTINGS, RunRecord, run_file
 from mkd.job.teachers.model import shape_of
 from mkd.losses.inputs import MAX_FP32_TEMPERATURE
 from mkd.models.delta_rule import missing_kernel
@@ -115,25 +109,6 @@ def learning_rate(args: Namespace) -> str:
         if number:
             schedule += f", warmup over {number} {unit}"
     return schedule
-
-
-def record(job: Job) -> RunRecord | None:
-    """Write the files beside the checkpoints that explain them and that an export needs.
-
-    run.yaml repeats the run; kd_config.json has the resolved distillation settings and the plan; the student's Hugging
-    Face configuration and tokenizer go along, so that mkd convert needs no other folder.
-
-    Returns:
-        The first two, on rank 0 of a job with --save; else None.
-    """
-    if job.args.rank != 0 or job.args.save is None:
-        return None
-    folder = Path(job.args.save)
-    folder.mkdir(parents=True, exist_ok=True)
-    if job.kd.student_hf is not None:
-        store_assets(open_hf_folder(job.kd.student_hf, "--kd-student-hf"), folder)
-    settings = json.dumps({"kd": asdict(job.kd), "plan": plan(job)}, indent=2) + "\n"
-    return RunRecord.write(folder, {SETTINGS: settings, FILE: run_file(job.args, job.state.teacher_fingerprint)})
 
 
 def _layout(args: Namespace, ranks: int) -> str:

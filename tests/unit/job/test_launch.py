@@ -48,7 +48,7 @@ def test_a_teacher_that_is_refused_is_closed(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_prompts_that_a_check_has_read_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file may have a million, which are rendered for the student and for each teacher with another tokenizer."""
-    for name in ("initialize_megatron", "set_iterations", "resolve_checkpoint", "record"):
+    for name in ("initialize_megatron", "set_iterations", "resolve_checkpoint", "write_run_record"):
         monkeypatch.setattr(launch, name, lambda *given: None)
     monkeypatch.setattr(launch.Groups, "from_megatron", lambda: None)
     monkeypatch.setattr(launch, "TeacherThenStudent", lambda **given: SimpleNamespace(**given))
