@@ -33,7 +33,7 @@ from mkd.data.sources.stores import chat_files, is_chat_file
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError, MkdDataError
 from mkd.rollout.rows import WrittenViews
-from mkd.train.objective import CrossTokenizer
+from mkd.train.cross_tokenizer import CrossTokenizer
 from mkd.utils.logging import logger
 from mkd.utils.tokenizer_flag import tokenizer_flag
 from mkd.xtoken.text.conversations import ends_of_turn

@@ -7,7 +7,7 @@ once, by the number of supervised tokens of the step, so each term carries the f
 by its own count (`TeacherObjective.scale`). `Objective` is computed once per step, `LossContext` once per job.
 
 A teacher that shares the student's tokenizer is compared per token (`SameTokenizerObjective`), one with another
-tokenizer per aligned text chunk (`CrossTokenizerObjective`). Per-token losses are computed for supervised tokens only
+tokenizer per aligned text chunk (`mkd.train.cross_tokenizer`). Per-token losses are computed for supervised tokens only
 (`KDBatch.supervised`); their values per token are 0 elsewhere.
 """
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mkd.config.loss_spec import LossSpec
-from mkd.data.batch import KDBatch, TeacherTokens, to_device
+from mkd.data.batch import KDBatch
 from mkd.distributed.groups import Groups
 from mkd.losses import (
     LinearLogits,
@@ -36,10 +36,6 @@ from mkd.losses.sparse.teacher import Tail
 from mkd.teacher.interface import EnsembleSignal, HiddenSignal, TeacherSignal, TopKSignal
 from mkd.train.step_tokens import StepTokens
 from mkd.train.supervised import select_hidden, select_weights, spread_output
-from mkd.xtoken.loss.chunks import HostTokens, TokenChunks
-from mkd.xtoken.loss.teacher_ce import teacher_cross_entropy as cross_entropy_in_columns
-from mkd.xtoken.loss.xtoken_loss import xtoken_loss
-from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary
 
 WRITTEN_POSITIONS = {"kd_first_64": (0, 64), "kd_next_256": (64, 320), "kd_rest": (320, 1 << 62)}
 """Name of a mean divergence -> positions of the written tokens that it is over, from 0."""
@@ -81,13 +77,12 @@ class WrittenDivergence(NamedTuple):
         return means
 
 
-@dataclass(frozen=True)
-class CrossTokenizer:
-    """The vocabulary of a teacher with another tokenizer."""
+class OtherTokenizer(Protocol):
+    """A teacher's tokenizer that is not the student's (`mkd.train.cross_tokenizer.CrossTokenizer`)."""
 
-    vocabulary: CrossVocabulary
-    byte_lengths: Tensor | None = None
-    """[V] bytes of each of the teacher's tokens; None if unknown."""
+    def objective(self, context: "LossContext", batch: KDBatch, signal: HiddenSignal) -> "TeacherObjective":
+        """The term of a teacher with this tokenizer."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -103,7 +98,7 @@ class LossContext:
     """Treatment of the other tokens: one more category, or ignored."""
     byte_lengths: Tensor | None = None
     """[V] bytes of each of the student's tokens, for bits per byte; None if unknown."""
-    cross: tuple[CrossTokenizer, ...] = ()
+    cross: tuple[OtherTokenizer, ...] = ()
     """One entry per view in `KDBatch.teacher_views`."""
 
     def vocab(self, sequence_parallel: bool) -> VocabLayout:
@@ -219,6 +214,10 @@ class TeacherObjective(Protocol):
         """The divergence in what `loss` returned on written texts, times `share`."""
         ...
 
+    def aligned_share(self) -> Mean | None:
+        """The share of the written tokens that have a divergence; None: all."""
+        ...
+
     def routed_to(self, number: int, weights: Sequence[float]) -> "TeacherObjective":
         """The term of teacher `number` of those with these weights, where some written texts have a teacher of their
         own (`KDBatch.teacher`): it alone teaches its texts, with the weight of all teachers."""
@@ -302,8 +301,11 @@ class SameTokenizerObjective:
         values = self._within_texts(factor * unflatten_tokens(output.kd, self.batch))
         return WrittenDivergence(values, self.batch.written, is_counted=True)
 
+    def aligned_share(self) -> None:
+        return None
+
     def routed_to(self, number: int, weights: Sequence[float]) -> "SameTokenizerObjective":
-        return replace(self, routed=_route(self.batch.teacher, number, weights))
+        return replace(self, routed=routed_factor(self.batch.teacher, number, weights))
 
     def restricted_to(self, texts: Tensor) -> "SameTokenizerObjective":
         return replace(self, texts=texts)
@@ -338,138 +340,10 @@ class SameTokenizerObjective:
         return finite_sum(signal, mask, self.batch, self.context.groups)
 
 
-@dataclass(frozen=True)
-class CrossTokenizerObjective:
-    """A teacher that reads the same texts in its own tokens; it is compared with the student per text chunk.
-
-    The methods are those of `TeacherObjective`.
-    """
-
-    context: LossContext
-    batch: KDBatch
-    signal: HiddenSignal
-    texts: Tensor | None = None
-    """See `SameTokenizerObjective`."""
-    routed: Tensor | None = None
-    """[chunks] fp32 factor of each chunk's divergence, on the host; None: 1."""
-
-    @property
-    def _view(self) -> TeacherTokens:
-        return self.batch.teacher_views[self.signal.view]
-
-    @property
-    def _cross(self) -> CrossTokenizer:
-        return self.context.cross[self.signal.view]
-
-    def scale(self, tokens: StepTokens) -> Tensor:
-        return tokens.scale(tokens.chunks[self.signal.view])
-
-    def loss(self, student: Student, ce_weight: Tensor | None, factor: Tensor | float, spec: LossSpec) -> LossOutput:
-        view, vocabulary, groups = self._view, self._cross.vocabulary, self.context.groups
-        numbers = (view.student_chunk, view.student_first, view.chunk, view.first, view.batch.labels)
-        return xtoken_loss(
-            student.logits,
-            self._teacher_logits(student.sequence_parallel),
-            TokenWeights(flatten_tokens(self.batch.labels), ce_weight, None),
-            TokenChunks(
-                *map(flatten_tokens, numbers),
-                weight=factor * self._taught_chunks,
-                cp_group=groups.cp,
-                on_host=self._on_host(),
-            ),
-            vocabulary=vocabulary,
-            spec=spec,
-            vocab=VocabLayout(vocabulary.student_vocab, groups.tp, student.sequence_parallel),
-            options=self.context.options,
-            upstream=student.upstream,
-        )
-
-    def _on_host(self) -> HostTokens | None:
-        """Labels and weights as they are on the device; None if they are known there only."""
-        view = self._view
-        if self.texts is not None or view.student_labels is None:
-            return None
-        labels, teacher_labels, with_ce = map(flatten_tokens, (view.student_labels, view.labels, view.student_ce))
-        weight = self._host_weight
-        with_kd = torch.ones(view.chunks, dtype=torch.bool) if weight is None else weight != 0
-        return HostTokens(labels, teacher_labels, with_ce, with_kd)
-
-    def _teacher_logits(self, sequence_parallel: bool) -> LinearLogits:
-        """The logits of all tokens; tokens that are not selected belong to no chunk, and their hidden states are 0."""
-        signal, tp = self.signal, self.context.groups.tp
-        if signal.selected:
-            part = (tp.rank(), tp.size()) if sequence_parallel else (0, 1)
-            hidden = self._view.batch.supervised.spread(signal.hidden, *part)
-        else:
-            hidden = signal.hidden.flatten(0, 1)
-        return LinearLogits(hidden, signal.head, signal.logit_map)
-
-    def divergence(self, output: LossOutput, tokens: StepTokens) -> Mean:
-        # One of the context-parallel ranks that share a chunk has its divergence; each of them has the count.
-        count = self._view.weight_of_chunks if self._counts_chunks else 0
-        total = (output.kd * self._taught_chunks).sum()
-        return Mean(total, torch.full_like(total, count), tokens.chunks[self.signal.view])
-
-    @property
-    def _counts_chunks(self) -> bool:
-        return self.context.groups.cp.rank() == 0
-
-    @property
-    def _host_weight(self) -> Tensor | None:
-        """[chunks] fp32 weights of the chunks that this teacher teaches, on the host; None: 1 everywhere."""
-        weight = self._view.chunk_weight
-        if weight is None or self.routed is None:
-            return weight
-        return weight * self.routed
-
-    @property
-    def _taught_chunks(self) -> Tensor:
-        """[chunks] fp32 weights, 0 for chunks that this teacher does not teach."""
-        return self._taught(self._host_weight)
-
-    def _taught(self, factor: Tensor | None) -> Tensor:
-        """[chunks] fp32: a factor on the host (None: 1) in the texts that this teacher teaches, 0 in others."""
-        view, device = self._view, self.signal.hidden.device
-        factor = torch.ones(view.chunks, device=device) if factor is None else to_device(factor)
-        return factor if self.texts is None else factor * self.texts[to_device(view.chunk_text)]
-
-    def by_position(self, output: LossOutput, share: float) -> WrittenDivergence:
-        index = to_device(self._view.chunk_written)
-        return WrittenDivergence(share * output.kd * self._taught(self.routed), index, self._counts_chunks)
-
-    def aligned_share(self) -> Mean:
-        """The share of the written tokens that are in a text chunk."""
-        written = self.batch.written >= 0
-        return Mean.of(to_device(self._view.student_chunk >= 0).float(), written.float(), None)
-
-    def routed_to(self, number: int, weights: Sequence[float]) -> "CrossTokenizerObjective":
-        return replace(self, routed=_route(self._view.chunk_teacher, number, weights))
-
-    def restricted_to(self, texts: Tensor) -> "CrossTokenizerObjective":
-        return replace(self, texts=texts)
-
-    def cross_entropy(self, sequence_parallel: bool) -> TeacherCE:
-        batch = self._view.batch
-        ce = cross_entropy_in_columns(
-            self._teacher_logits(sequence_parallel),
-            flatten_tokens(batch.labels),
-            flatten_tokens(batch.ce_mask),
-            vocabulary=self._cross.vocabulary,
-            tp_group=self.context.groups.tp,
-            sequence_parallel=sequence_parallel,
-            chunk_rows=self.context.options.chunk_rows,
-        )
-        return TeacherCE(unflatten_tokens(ce, batch), batch, self._cross.byte_lengths)
-
-    def finite_sum(self) -> Tensor:
-        counted = to_device(self._view.chunk >= 0).t()
-        return finite_sum(self.signal, counted, self._view.batch, self.context.groups)
-
-
 def teacher_objective(context: LossContext, batch: KDBatch, signal: HiddenSignal | TopKSignal) -> TeacherObjective:
     """The term of one teacher."""
     if isinstance(signal, HiddenSignal) and signal.view is not None:
-        return CrossTokenizerObjective(context, batch, signal)
+        return context.cross[signal.view].objective(context, batch, signal)
     return SameTokenizerObjective(context, batch, signal)
 
 
@@ -529,11 +403,8 @@ class MicrobatchObjective:
         Over tokens it is that of all teachers. Where one of several teachers has another tokenizer, each teacher has
         means of its own.
         """
-        aligned = {
-            f"written_aligned{self.suffix(n)}": teacher.aligned_share()
-            for n, teacher in enumerate(self.teachers)
-            if isinstance(teacher, CrossTokenizerObjective)
-        }
+        aligned = {f"written_aligned{self.suffix(n)}": one.aligned_share() for n, one in enumerate(self.teachers)}
+        aligned = {name: share for name, share in aligned.items() if share is not None}
         is_one = all(isinstance(teacher, SameTokenizerObjective) for teacher in self.teachers)
         shares = self.shares if is_one else (1.0,) * len(self.shares)
         every = zip(self.teachers, outputs, shares, strict=False)
@@ -588,7 +459,7 @@ class MicrobatchObjective:
         return f"_{number + 1}" if len(self.teachers) > 1 else ""
 
 
-def _route(teacher: Tensor, number: int, weights: Sequence[float]) -> Tensor:
+def routed_factor(teacher: Tensor, number: int, weights: Sequence[float]) -> Tensor:
     """[...] fp32 factor of the divergence from teacher `number`: 1 where `teacher` is -1. Elsewhere the teacher with
     this number has the weight of all, and the others have none."""
     alone = torch.where(teacher == number, sum(weights) / weights[number], 0.0)

@@ -33,7 +33,8 @@ from mkd.distributed.groups import Groups
 from mkd.rollout.on_policy import OnPolicy
 from mkd.rollout.rows import WrittenRowOptions, WrittenViews
 from mkd.teacher.online import OnlineTeacher
-from mkd.train.objective import CrossTokenizer, LossContext
+from mkd.train.cross_tokenizer import CrossTokenizer
+from mkd.train.objective import LossContext
 from mkd.train.schedule import TeacherThenStudent
 from mkd.train.step import ForwardStep
 from mkd.xtoken.loss import reference

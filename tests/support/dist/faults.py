@@ -16,8 +16,7 @@ from mkd.losses import LossOutput
 from mkd.teacher.online import OnlineTeacher
 from mkd.teacher.resharded import plan as teacher_layout
 from mkd.teacher.resharded.exchange import StepExchange
-from mkd.train import objective as terms
-from mkd.train import schedule, step
+from mkd.train import cross_tokenizer, objective, schedule, step
 from mkd.train.step_tokens import StepTokens
 
 
@@ -31,7 +30,7 @@ def _patched(owner: Any, name: str, make: Callable[[Callable], Callable]) -> Ite
         setattr(owner, name, right)
 
 
-def _with_loss(change: Callable[[Tensor], Tensor], name: str = "loss_from_hidden") -> Any:
+def _with_loss(change: Callable[[Tensor], Tensor], owner: Any = objective, name: str = "loss_from_hidden") -> Any:
     """Another loss with the reports of the right one."""
 
     def make(right: Callable) -> Callable:
@@ -42,12 +41,12 @@ def _with_loss(change: Callable[[Tensor], Tensor], name: str = "loss_from_hidden
 
         return wrong
 
-    return _patched(terms, name, make)
+    return _patched(owner, name, make)
 
 
-def _doubled(name: str = "loss_from_hidden") -> Any:
+def _doubled(owner: Any = objective, name: str = "loss_from_hidden") -> Any:
     """The right loss with twice the gradient: what a collective that is differentiated on two ranks gives."""
-    return _with_loss(lambda loss: 2.0 * loss - loss.detach(), name)
+    return _with_loss(lambda loss: 2.0 * loss - loss.detach(), owner, name)
 
 
 class _CountedTwice(StepTokens):
@@ -154,7 +153,7 @@ EVERY_TOKEN = "every token in the loss"
 
 FAULTS: dict[str, Callable[[], Any]] = {
     "doubled gradient": _doubled,
-    "doubled gradient between tokenizers": lambda: _doubled("xtoken_loss"),
+    "doubled gradient between tokenizers": lambda: _doubled(cross_tokenizer, "xtoken_loss"),
     "router losses as in Megatron": lambda: _patched(
         schedule, "scale_router_losses", lambda right: lambda *_, **__: None
     ),

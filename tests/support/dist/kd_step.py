@@ -54,8 +54,9 @@ from mkd.teacher.inference.teacher import InferenceTeacher
 from mkd.teacher.online import ForwardOptions, OnlineTeacher
 from mkd.teacher.resharded.teacher import ReshardedTeacher
 from mkd.teacher.service.client import ServedTeacher
+from mkd.train.cross_tokenizer import CrossTokenizer
 from mkd.train.hidden_layers import HiddenLayers
-from mkd.train.objective import CrossTokenizer, LossContext
+from mkd.train.objective import LossContext
 from mkd.train.schedule import TeacherThenStudent
 from mkd.train.step import ForwardStep
 from tests.support.dist import kd_pairs
