@@ -35,7 +35,7 @@ def write(args: argparse.Namespace, flags: list[str]) -> None:
     from mkd.distributed.groups import Groups
     from mkd.distributed.rank_env import check_rendezvous
     from mkd.job.cache_build.job import CacheJob, CacheOptions
-    from mkd.job.cache_build.progress import print_plan
+    from mkd.job.cache_build.progress import print_cache_plan
     from mkd.job.cache_build.write import CacheBuilder, rows_to_read
     from mkd.utils.logging import logger
 
@@ -45,7 +45,7 @@ def write(args: argparse.Namespace, flags: list[str]) -> None:
     )
     job = CacheJob.from_command_line(options)
     job.check_folder()
-    print_plan(job)
+    print_cache_plan(job)
     if job.kd.dry_run:
         job.data.check_all()
         return

@@ -24,10 +24,10 @@ from mkd.config.megatron.arguments import ARGUMENT_CHECKS, CommandLine, adopt_ar
 from mkd.config.megatron.checks.adapters import check_latent_adapters, check_lora_arguments, check_query_groups
 from mkd.config.megatron.checks.batches import check_virtual_stages
 from mkd.config.megatron.checks.experts import check_experts
-from mkd.config.megatron.checks.losses import check_layer_pairs, check_top_k
+from mkd.config.megatron.checks.losses import check_layer_pairs, check_top_k_in_vocabulary
 from mkd.config.megatron.checks.parts import check_transformer_engine
 from mkd.config.megatron.checks.rows import check_rows
-from mkd.config.megatron.checks.written_texts import check_on_policy, check_sampling, check_tasks
+from mkd.config.megatron.checks.written_texts import check_rollouts, check_sampling, check_tasks
 from mkd.config.megatron.data_args import data_prefixes
 from mkd.data.sources.stores import is_chat_file
 from mkd.errors import MkdConfigError, MkdNodeError
@@ -36,7 +36,7 @@ from mkd.job.data import JobData, folder_of_tokenizer, hash_of_tokenizer
 from mkd.job.epochs import set_iterations
 from mkd.job.resume.compare import check_checkpoint
 from mkd.job.resume.position import check_position
-from mkd.job.resume.selection import adopt_from_checkpoint, check_first_weights, select_checkpoint
+from mkd.job.resume.selection import adopt_from_checkpoint, check_pretrained, select_checkpoint
 from mkd.job.rollout.on_policy import on_policy_of
 from mkd.job.rollout.samples import SampleWriter, TaskEvaluation
 from mkd.job.teachers.from_flags import check_teacher_fits, teacher_source, teacher_spec
@@ -249,7 +249,7 @@ def _sort_teachers(draft: JobDraft) -> None:
 
 def _check_top_k(draft: JobDraft) -> None:
     if draft.true_vocab is not None:
-        check_top_k(draft.kd, draft.true_vocab)
+        check_top_k_in_vocabulary(draft.kd, draft.true_vocab)
 
 
 def _check_rows(draft: JobDraft) -> None:
@@ -305,7 +305,7 @@ def _check_tasks(draft: JobDraft) -> None:
 
 
 def _check_prompts(draft: JobDraft) -> None:
-    check_on_policy(draft.args, draft.kd)
+    check_rollouts(draft.args, draft.kd)
     check_writable("--kd-rollout-weights", draft.kd.rollout_weights)
     waits = draft.waits and not draft.kd.dry_run
     longest = draft.data.longest_sample
@@ -348,7 +348,7 @@ CHECKS: tuple[Check[JobDraft], ...] = (
     Check("student's tokenizer", _check_tokenizer, needs=("tokenizer",)),
     Check("--kd-lora", _find_adapters, needs=("student", "architecture", "parallel sizes")),
     Check("layer pairs", _check_layer_pairs, needs=("teacher source", "--num-layers")),
-    Check("initial weights", lambda draft: check_first_weights(draft.args, draft.state), needs=("--load",)),
+    Check("initial weights", lambda draft: check_pretrained(draft.args, draft.state), needs=("--load",)),
     Check("stored job", _check_checkpoint, needs=("teacher source", "tokenizer")),
     Check("stored maps", _check_stored_maps, needs=("teacher source", "tokenizer")),
     Check("stored adapters", _check_stored_adapters, needs=("stored job", "--kd-lora")),

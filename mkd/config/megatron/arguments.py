@@ -28,7 +28,7 @@ from mkd.config.megatron.checks.parallel_sizes import check_ranks, check_sizes, 
 from mkd.config.megatron.checks.parts import check_parts, check_student_fp8, check_trackers
 from mkd.config.megatron.checks.rows import check_positions, check_sequence, check_variable_lengths
 from mkd.config.megatron.checks.run_length import check_alternatives, check_intervals, check_required
-from mkd.config.megatron.epochs import check_epochs
+from mkd.config.megatron.epochs import adopt_epochs
 from mkd.config.run_state import RunState
 from mkd.cpu.flags import set_cpu_values
 from mkd.cpu.machine_needs import check_machine_needs
@@ -124,7 +124,7 @@ def _set_device_values(line: CommandLine) -> None:
 
 def _check_given(line: CommandLine, flag: str) -> None:
     if flag == "--train-iters":
-        check_epochs(line.args, line.kd.epochs)
+        adopt_epochs(line.args, line.kd.epochs)
     check_required(line.args, flag)
 
 

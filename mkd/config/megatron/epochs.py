@@ -13,7 +13,7 @@ def iterations_are_unknown(args: Namespace) -> bool:
     return args.train_iters == UNKNOWN_ITERATIONS
 
 
-def check_epochs(args: Namespace, epochs: float | None) -> None:
+def adopt_epochs(args: Namespace, epochs: float | None) -> None:
     """Refuse --kd-epochs together with another length of the run, and where iterations do not follow from it. Sets
     `train_iters` to UNKNOWN_ITERATIONS."""
     if epochs is None or iterations_are_unknown(args):

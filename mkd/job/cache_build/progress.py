@@ -53,7 +53,7 @@ def _clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
-def print_plan(job: CacheJob) -> None:
+def print_cache_plan(job: CacheJob) -> None:
     """Print a summary of the job on rank 0, before any weight is loaded."""
     args, meta = job.args, job.meta
     what = f"{meta.samples} samples" if meta.samples else f"the {meta.top_k} most probable tokens, values {meta.values}"

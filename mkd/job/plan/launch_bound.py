@@ -8,7 +8,7 @@ from typing import Any
 
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.checks.cuda_graphs import GRAPH_IMPLEMENTATION, check_student_graphs
-from mkd.config.megatron.checks.teachers import check_teacher_graph, check_teacher_passes
+from mkd.config.megatron.checks.teachers import check_captured_passes, check_joined_passes
 from mkd.data.text_size import TextSize
 from mkd.errors import MkdConfigError
 from mkd.report.flops import layer_flops
@@ -70,8 +70,8 @@ def _is_accepted(teacher: Namespace, args: Namespace, kd: KDConfig, change: Mapp
     """True if the job may have a field of `KDConfig` in addition."""
     try:
         other = replace(kd, **change)
-        check_teacher_graph(teacher, other)
-        check_teacher_passes(teacher, args, other)
+        check_captured_passes(teacher, other)
+        check_joined_passes(teacher, args, other)
     except MkdConfigError:
         return False
     return True

@@ -45,7 +45,7 @@ def adopt_from_checkpoint(args: Namespace, state: RunState) -> None:
     adopt_architecture(args, values, f"the checkpoint in {path}")
 
 
-def check_first_weights(args: Namespace, state: RunState) -> None:
+def check_pretrained(args: Namespace, state: RunState) -> None:
     """Refuse an incomplete --pretrained-checkpoint, if the job starts from it.
 
     Raises:

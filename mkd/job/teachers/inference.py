@@ -118,7 +118,7 @@ class InferenceTeacherSpec(SpecWithoutModel[InferenceSource]):
             MkdCacheError: the folder of --kd-teacher-cache cannot be used.
             MkdTeacherError, MkdNumericError: the server does not answer as the job needs.
         """
-        check_rows(source, args, kd)
+        check_served_rows(source, args, kd)
         if true_vocab > MAX_VOCAB:
             raise MkdConfigError(
                 f"{source.origin} works with vocabularies of up to {MAX_VOCAB} tokens, not {true_vocab}"
@@ -233,7 +233,7 @@ def known_text_folders(args: Namespace, kd: KDConfig) -> tuple[Path | None, Path
     return None if is_new else load, save
 
 
-def check_rows(source: SourceAtAddresses, args: Namespace, kd: KDConfig) -> None:
+def check_served_rows(source: SourceAtAddresses, args: Namespace, kd: KDConfig) -> None:
     """Refuse rows that a server does not score as the student reads them."""
     for flag, given in (
         ("--reset-position-ids", args.reset_position_ids),

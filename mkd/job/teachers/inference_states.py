@@ -13,7 +13,7 @@ from mkd.config.kd_config import KDConfig
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError
 from mkd.job.teachers.common import URL_FLAG, WITHOUT_WAITING_S, SourceAtAddresses, SpecWithoutModel, top_k_description
-from mkd.job.teachers.inference import InferenceSource, check_rows, known_text, known_text_folders, probe_text
+from mkd.job.teachers.inference import InferenceSource, check_served_rows, known_text, known_text_folders, probe_text
 from mkd.teacher.inference.http import ServerAddress
 from mkd.teacher.inference.known_text import KnownTextFile
 from mkd.teacher.inference.output_layer import OutputLayer
@@ -121,7 +121,7 @@ class StatesTeacherSpec(SpecWithoutModel[StatesSource]):
             MkdConfigError: a flag does not work with hidden states of a server.
             MkdTeacherError, MkdNumericError: the server does not answer as the job needs.
         """
-        check_rows(source, args, kd)
+        check_served_rows(source, args, kd)
         text, sentence = probe_text(args, true_vocab)
         longest = min(args.seq_length, source.positions or args.seq_length)
         timeout_s = WITHOUT_WAITING_S if source.server.is_last_check else kd.teacher_timeout

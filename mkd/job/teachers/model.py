@@ -9,7 +9,7 @@ from megatron.training.models import GPTModelConfig
 from mkd.checkpoint.source import ModelSource, TeacherSource
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.checks.parallel_sizes import has_even_stages
-from mkd.config.megatron.checks.teachers import check_teacher_graph, check_teacher_layout, check_teacher_passes
+from mkd.config.megatron.checks.teachers import check_captured_passes, check_joined_passes, check_teacher_layout
 from mkd.config.megatron.fp8_teacher import check_fp8_teacher
 from mkd.config.megatron.layouts import has_own_layout
 from mkd.config.megatron.teacher_args import teacher_arguments
@@ -60,8 +60,8 @@ class ModelTeacherSpec:
         )
         if kd.teacher_dtype == "fp8":
             check_fp8_teacher(own, args.micro_batch_size, kd)
-        check_teacher_passes(own, args, kd)
-        check_teacher_graph(own, kd)
+        check_joined_passes(own, args, kd)
+        check_captured_passes(own, kd)
         config = gpt_config(own)
         config.transformer.variable_seq_lengths = kd.variable_seq_lengths  # megatron has no flag for it
         return cls(source, own, config, kd, true_vocab, fingerprint, cross, args)

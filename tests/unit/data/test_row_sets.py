@@ -14,7 +14,7 @@ from megatron.core.datasets.utils import Split
 from torch.utils.data import default_collate
 
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron.checks.losses import check_top_k
+from mkd.config.megatron.checks.losses import check_top_k_in_vocabulary
 from mkd.config.megatron.checks.rows import check_rows
 from mkd.data.batch import KDBatch
 from mkd.data.datasets import build_datasets, check_splits
@@ -228,10 +228,10 @@ def test_flags_that_do_not_go_together(case: str) -> None:
 
 
 def test_no_more_tokens_than_the_vocabulary_has() -> None:
-    check_top_k(KDConfig(**KD, top_k=VOCAB), VOCAB)
-    check_top_k(KDConfig(**KD), VOCAB)
+    check_top_k_in_vocabulary(KDConfig(**KD, top_k=VOCAB), VOCAB)
+    check_top_k_in_vocabulary(KDConfig(**KD), VOCAB)
     with pytest.raises(MkdConfigError, match=f"--kd-top-k is {VOCAB + 1}, but the vocabulary has {VOCAB} tokens"):
-        check_top_k(KDConfig(**KD, top_k=VOCAB + 1), VOCAB)
+        check_top_k_in_vocabulary(KDConfig(**KD, top_k=VOCAB + 1), VOCAB)
 
 
 def test_values_of_flags() -> None:

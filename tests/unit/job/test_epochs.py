@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron.epochs import UNKNOWN_ITERATIONS, check_epochs, iterations_are_unknown
+from mkd.config.megatron.epochs import UNKNOWN_ITERATIONS, adopt_epochs, iterations_are_unknown
 from mkd.errors import MkdConfigError
 from mkd.job import epochs
 from mkd.job.epochs import iterations_of, set_iterations
@@ -37,13 +37,13 @@ def arguments(**changes: Any) -> Namespace:
 )
 def test_refused(changes: dict, words: str) -> None:
     with pytest.raises(MkdConfigError) as caught:
-        check_epochs(arguments(**changes), 2.0)
+        adopt_epochs(arguments(**changes), 2.0)
     assert words in str(caught.value)
 
 
 def test_without_the_flag_nothing_changes() -> None:
     args = arguments(train_iters=5)
-    check_epochs(args, None)
+    adopt_epochs(args, None)
     set_iterations(args, KDConfig(teacher_hf=["T"], ratio=0.5), None, None)
     assert args.train_iters == 5
 
@@ -57,7 +57,7 @@ def test_invalid_numbers(number: float) -> None:
 def test_iterations_are_set_and_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The schedule is checked when its length is known."""
     args, checked = arguments(), []
-    check_epochs(args, 1.5)
+    adopt_epochs(args, 1.5)
     assert args.train_iters == UNKNOWN_ITERATIONS and iterations_are_unknown(args)
     monkeypatch.setattr(epochs, "check_learning_rate", lambda args: checked.append(args.train_iters))
     monkeypatch.setattr(epochs, "check_stored_schedule", lambda args, point: [f"from {point}"])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron.checks.teachers import check_teacher_graph
+from mkd.config.megatron.checks.teachers import check_captured_passes
 from mkd.errors import MkdConfigError
 from mkd.teacher import captured_forward
 from mkd.teacher.captured_forward import MOST_SHAPES, CapturedForward
@@ -114,10 +114,10 @@ TEACHER = dict(
 def test_teachers_without_graphs(sizes: dict[str, Any], words: str) -> None:
     kd = KDConfig(teacher_hf=["T"], ratio=0.5, teacher_cuda_graph=True)
     with pytest.raises(MkdConfigError, match="--kd-teacher-cuda-graph does not work with this teacher") as error:
-        check_teacher_graph(Namespace(**TEACHER | sizes), kd)
+        check_captured_passes(Namespace(**TEACHER | sizes), kd)
     assert words in str(error.value) and "leave it out" in str(error.value)
-    check_teacher_graph(Namespace(**TEACHER), kd)
-    check_teacher_graph(Namespace(**TEACHER | sizes), KDConfig(teacher_hf=["T"], ratio=0.5))
+    check_captured_passes(Namespace(**TEACHER), kd)
+    check_captured_passes(Namespace(**TEACHER | sizes), KDConfig(teacher_hf=["T"], ratio=0.5))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron.checks.teachers import check_teacher_passes
+from mkd.config.megatron.checks.teachers import check_joined_passes
 from mkd.data.batch import KDBatch
 from mkd.errors import MkdConfigError
 from mkd.teacher.forward_pass import ForwardPass, PassSize
@@ -76,11 +76,11 @@ DENSE = dict(
 def test_what_cannot_be_joined(teacher: dict[str, Any], flags: dict[str, Any], words: str) -> None:
     kd = KDConfig(teacher_hf=["T"], ratio=0.5, **flags)
     with pytest.raises(MkdConfigError, match="--kd-teacher-micro-batch-size is") as error:
-        check_teacher_passes(Namespace(**DENSE | teacher), Namespace(micro_batch_size=2), kd)
+        check_joined_passes(Namespace(**DENSE | teacher), Namespace(micro_batch_size=2), kd)
     assert words in str(error.value)
 
 
 def test_what_can() -> None:
     kd = KDConfig(teacher_hf=["T"], ratio=0.5, teacher_micro_batch_size=6, variable_seq_lengths=True)
     for teacher in (DENSE, DENSE | {"num_experts": 8, "expert_tensor_parallel_size": 2}):
-        check_teacher_passes(Namespace(**teacher), Namespace(micro_batch_size=2), kd)
+        check_joined_passes(Namespace(**teacher), Namespace(micro_batch_size=2), kd)

@@ -7,7 +7,7 @@ from mkd.config.kd_config import KDConfig, LayerPair
 from mkd.errors import MkdConfigError
 
 
-def check_top_k(kd: KDConfig, true_vocab: int) -> None:
+def check_top_k_in_vocabulary(kd: KDConfig, true_vocab: int) -> None:
     """Refuse a --kd-top-k larger than the vocabulary."""
     if kd.top_k is not None and kd.top_k > true_vocab:
         raise MkdConfigError(f"--kd-top-k is {kd.top_k}, but the vocabulary has {true_vocab} tokens: leave it out")

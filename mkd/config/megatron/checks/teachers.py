@@ -55,7 +55,7 @@ def check_teacher_layout(args: Namespace, kd: KDConfig, experts: int | None) -> 
         )
 
 
-def check_teacher_passes(teacher: Namespace, args: Namespace, kd: KDConfig) -> None:
+def check_joined_passes(teacher: Namespace, args: Namespace, kd: KDConfig) -> None:
     """Refuse --kd-teacher-micro-batch-size where passes cannot be joined.
 
     Args:
@@ -88,7 +88,7 @@ def check_teacher_passes(teacher: Namespace, args: Namespace, kd: KDConfig) -> N
             raise MkdConfigError(f"--kd-teacher-micro-batch-size is {rows}, but {reason}")
 
 
-def check_teacher_graph(teacher: Namespace, kd: KDConfig) -> None:
+def check_captured_passes(teacher: Namespace, kd: KDConfig) -> None:
     """Refuse --kd-teacher-cuda-graph for a teacher whose forward pass the host takes part in.
 
     Args:

@@ -20,7 +20,7 @@ def check_tasks(args: Namespace, kd: KDConfig) -> None:
         _check_writing(args, "--kd-eval-tasks", kd.eval_tasks, "answers", kd.eval_tokens)
 
 
-def check_on_policy(args: Namespace, kd: KDConfig) -> None:
+def check_rollouts(args: Namespace, kd: KDConfig) -> None:
     """Refuse --kd-on-policy where the student cannot write; see `_check_writing`."""
     if not kd.is_on_policy:
         return

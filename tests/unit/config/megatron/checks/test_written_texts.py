@@ -9,7 +9,7 @@ import pytest
 
 from mkd.config.flags import default_arguments
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron.checks.written_texts import check_on_policy, check_sampling, check_tasks
+from mkd.config.megatron.checks.written_texts import check_rollouts, check_sampling, check_tasks
 from mkd.errors import MkdConfigError
 
 
@@ -88,26 +88,26 @@ SERVER = ["http://a"]
     ],
 )
 def test_on_policy_in_jobs_where_the_student_cannot_write(changes: dict, words: str) -> None:
-    check_on_policy(arguments(global_batch_size=2, eval_iters=0), kd(**ON_POLICY))
-    check_on_policy(
+    check_rollouts(arguments(global_batch_size=2, eval_iters=0), kd(**ON_POLICY))
+    check_rollouts(
         arguments(global_batch_size=2, overlap_param_gather=True, use_distributed_optimizer=True), kd(**ON_POLICY)
     )
     scheduled = kd(**{**ON_POLICY, "on_policy": None, "on_policy_schedule": "linear:0:0.5:9"})
-    check_on_policy(arguments(global_batch_size=2), scheduled)
-    check_on_policy(arguments(global_batch_size=1, step_batch_size_schedule="0:1 64:8"), scheduled)
+    check_rollouts(arguments(global_batch_size=2), scheduled)
+    check_rollouts(arguments(global_batch_size=1, step_batch_size_schedule="0:1 64:8"), scheduled)
     with pytest.raises(MkdConfigError, match=r"schedule linear:0:0\.5:9 of --global-batch-size 1 is less"):
-        check_on_policy(arguments(global_batch_size=1), scheduled)
+        check_rollouts(arguments(global_batch_size=1), scheduled)
     with pytest.raises(MkdConfigError) as caught:
-        check_on_policy(arguments(**{"global_batch_size": 2, **changes}), kd(**ON_POLICY))
+        check_rollouts(arguments(**{"global_batch_size": 2, **changes}), kd(**ON_POLICY))
     assert str(caught.value).startswith(words)
 
 
 @pytest.mark.parametrize("flag", ["optimizer_cpu_offload", "optimizer_cuda_graph"])
 def test_optimizers_whose_state_cannot_leave(flag: str) -> None:
     args = arguments(global_batch_size=2, **{flag: True})
-    check_on_policy(args, kd(**ON_POLICY))
+    check_rollouts(args, kd(**ON_POLICY))
     with pytest.raises(MkdConfigError, match=f"--kd-rollout-offload does not work with --{flag.replace('_', '-')}"):
-        check_on_policy(args, kd(**ON_POLICY, rollout_offload=True))
+        check_rollouts(args, kd(**ON_POLICY, rollout_offload=True))
 
 
 @pytest.mark.parametrize(
@@ -191,9 +191,9 @@ def test_on_policy_with_flags_of_distillation(changes: dict, words: str) -> None
 
 def test_a_folder_for_the_weights_of_servers() -> None:
     for options, flags in (({"save": "S"}, {}), ({"save": None}, {"rollout_weights": "W"})):
-        check_on_policy(arguments(global_batch_size=2, **options), kd(**ON_POLICY, rollout_url=SERVER, **flags))
+        check_rollouts(arguments(global_batch_size=2, **options), kd(**ON_POLICY, rollout_url=SERVER, **flags))
     with pytest.raises(MkdConfigError, match="--kd-rollout-url http://a: there is no folder for the student's weights"):
-        check_on_policy(arguments(global_batch_size=2, save=None), kd(**ON_POLICY, rollout_url=SERVER))
+        check_rollouts(arguments(global_batch_size=2, save=None), kd(**ON_POLICY, rollout_url=SERVER))
 
 
 def test_flags_without_their_partner() -> None:
