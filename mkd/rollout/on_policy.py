@@ -22,11 +22,13 @@ from mkd.data.packing.row_layout import RowLayout
 from mkd.data.packing.row_plan import EpochOrder
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdCheckpointError
+from mkd.rollout.early import EarlyMicrobatches
 from mkd.rollout.engine.sampler import request_key
 from mkd.rollout.facts import RolloutFacts, repeated_share
 from mkd.rollout.guard import CollapseGuard
 from mkd.rollout.interface import Decoding, Delivery, Engine, Request, TextWriter, WrittenText
 from mkd.rollout.rows import WrittenRowOptions, WrittenRows, WrittenViews
+from mkd.rollout.step_rows import StepRows
 from mkd.rollout.write import write_texts
 
 
@@ -90,27 +92,21 @@ class OnPolicy:
         self,
         chunks: Sequence[nn.Module],
         groups: Groups,
-        iteration: int,
-        microbatches: int,
-        micro_batch_size: int,
+        step: StepRows,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         is_stopping: Callable[[], bool] = lambda: False,
         begin: Callable[[int, WrittenRows], None] | None = None,
-        rows_before: int | None = None,
     ) -> WrittenRows | None:
         """Write the answers of one step, or read them from the rollout of an earlier step. Collective over all ranks.
 
         Args:
             chunks: the student's model chunks on this rank.
             groups: its layout.
-            iteration: of the step, counted from 0.
-            microbatches: of the step on this rank.
-            micro_batch_size: rows of each.
+            step: the step and its rows.
             around: the context in which texts are written; not entered where they exist already.
             is_stopping: True if this process has received a signal to stop.
             begin: called with the number of each of this rank's microbatches and its rows as soon as all of its texts
                 are written, while others still are; None to wait for all.
-            rows_before: see `requests`.
 
         Returns:
             None if L is so small that no row of this step is written.
@@ -120,106 +116,44 @@ class OnPolicy:
             MkdError: as `TextWriter.write` of the writer elsewhere.
         """
         began = time.monotonic()
-        size, rank = groups.dp.size(), groups.dp.rank()
-        places = _Places(micro_batch_size, size)
-        rollout = _Rollout.of(self, iteration, microbatches * micro_batch_size * size, rows_before, places)
-        wanted = rollout.requests_at(iteration)
+        rank, rollout = groups.dp.rank(), _Rollout.of(self, step)
+        wanted = rollout.requests_at(step.iteration)
         if not wanted:
             return None
         written_now = 0
         if not rollout.is_written:
-            early = None if begin is None else _Early(self, wanted, places, rank, microbatches, begin)
+            early = None
+            if begin is not None:
+                early = EarlyMicrobatches(
+                    wanted, step, rank, self.decoding.ends, lambda number, rows: begin(number, self._written(rows))
+                )
             with around():
-                written_now = rollout.write(chunks, groups, iteration, is_stopping, early)
-        texts, rows = rollout.texts_at(iteration), {}
+                written_now = rollout.write(chunks, groups, step, is_stopping, early)
+        texts, rows = rollout.texts_at(step.iteration), {}
         for (row, request), text in zip(wanted.items(), texts, strict=True):
-            if places.replica(row) == rank:
-                rows[places.own(row)] = (request, text)
+            if step.replica(row) == rank:
+                rows[step.own(row)] = (request, text)
         facts = RolloutFacts(
             texts=len(texts),
             tokens=sum(len(text.tokens) for text in texts),
             cut_off=sum(not text.ended for text in texts),
             seconds=max(time.monotonic() - began, 1e-9) if written_now else 0.0,
             repeated=repeated_share(texts),
-            age=iteration - rollout.weights_at,
+            age=step.iteration - rollout.weights_at,
             written_now=written_now,
         )
         if written_now and self.guard is not None:
-            self.guard.check(facts, iteration + 1)
+            self.guard.check(facts, step.iteration + 1)
+        return self._written(rows, facts)
+
+    def _written(
+        self, rows: Mapping[int, tuple[Request, WrittenText]], facts: RolloutFacts | None = None
+    ) -> WrittenRows:
         return WrittenRows(rows, self.layout, facts, self.options, self.views)
 
 
 def _floor(rows: int, share: float) -> int:
     return math.floor(rows * Fraction(repr(share)))
-
-
-@dataclass(frozen=True)
-class _Places:
-    """The rows of a global batch on data-parallel ranks, as Megatron's sampler deals them."""
-
-    micro_batch_size: int
-    replicas: int
-
-    def replica(self, row: int) -> int:
-        """The data-parallel rank of a row."""
-        return row % (self.micro_batch_size * self.replicas) // self.micro_batch_size
-
-    def own(self, row: int) -> int:
-        """Number of a row among those of its rank."""
-        microbatch = row // (self.micro_batch_size * self.replicas)
-        return microbatch * self.micro_batch_size + row % self.micro_batch_size
-
-
-class _Early:
-    """Delivers each of this rank's microbatches when the last of its texts is written."""
-
-    def __init__(
-        self,
-        policy: OnPolicy,
-        wanted: Mapping[int, Request],
-        places: _Places,
-        rank: int,
-        microbatches: int,
-        begin: Callable[[int, WrittenRows], None],
-    ) -> None:
-        """Microbatches without written rows are delivered at once.
-
-        Args:
-            policy: row layout and options.
-            wanted: row of the global batch -> prompt, of this step.
-            places: the rows on data-parallel ranks.
-            rank: the data-parallel rank.
-            microbatches: of the step on this rank.
-            begin: see `OnPolicy.write`.
-        """
-        self._policy, self._begin, self._size = policy, begin, places.micro_batch_size
-        self._own = {
-            index: (places.own(row), request)
-            for index, (row, request) in enumerate(wanted.items())
-            if places.replica(row) == rank
-        }
-        self._rows: list[dict[int, tuple[Request, WrittenText]]] = [{} for _ in range(microbatches)]
-        self._missing = [0] * microbatches
-        for row, _ in self._own.values():
-            self._missing[row // self._size] += 1
-        for number, missing in enumerate(self._missing):
-            if missing == 0:
-                self._deliver(number)
-
-    def done(self, index: int, tokens: Sequence[int]) -> None:
-        """A text is written, `index` counted from the first one of this step."""
-        if index not in self._own:
-            return
-        row, request = self._own[index]
-        number = row // self._size
-        self._rows[number][row] = (request, WrittenText(tuple(tokens), self._policy.decoding.ends(tokens)))
-        self._missing[number] -= 1
-        if self._missing[number] == 0:
-            self._deliver(number)
-
-    def _deliver(self, number: int) -> None:
-        policy = self._policy
-        self._begin(number, WrittenRows(self._rows[number], policy.layout, None, policy.options, policy.views))
 
 
 @dataclass
@@ -233,19 +167,19 @@ class _Rollout:
     """Row -> prompt, for each step."""
     texts: list[tuple[int, ...]]
     """Written tokens of each request, step after step; empty where nothing was written."""
-    places: _Places
     written_at: int = -1
     """The step before which they were written; -1: not yet."""
     weights_at: int = -1
     """The step with whose weights they were written: an earlier one where a server has the weights for several."""
 
     @classmethod
-    def of(cls, policy: OnPolicy, iteration: int, rows: int, rows_before: int | None, places: _Places) -> "_Rollout":
+    def of(cls, policy: OnPolicy, step: StepRows) -> "_Rollout":
         """The rollout that a step belongs to, with the texts that exist already. Its steps have as many rows each."""
-        first, before = iteration - iteration % policy.steps, iteration * rows if rows_before is None else rows_before
-        steps = range(first, first + policy.steps)
-        requests = [policy.requests(step, rows, max(0, before + (step - iteration) * rows)) for step in steps]
-        rollout = cls(policy, first, requests, [() for step in requests for _ in step], places)
+        now, rows = step.iteration, step.count
+        first, before = now - now % policy.steps, now * rows if step.before is None else step.before
+        iterations = range(first, first + policy.steps)
+        requests = [policy.requests(other, rows, max(0, before + (other - now) * rows)) for other in iterations]
+        rollout = cls(policy, first, requests, [() for wanted in requests for _ in wanted])
         rollout._restore()
         return rollout
 
@@ -280,17 +214,18 @@ class _Rollout:
         self,
         chunks: Sequence[nn.Module],
         groups: Groups,
-        iteration: int,
+        step: StepRows,
         is_stopping: Callable[[], bool],
-        early: _Early | None,
+        early: EarlyMicrobatches | None,
     ) -> int:
         """Write the texts of this step and later ones. Returns the number of tokens written."""
-        policy, start, steps = self.policy, self._start(iteration), self.requests[iteration - self.first :]
-        wanted = [request for step in steps for request in step.values()]
+        policy, iteration = self.policy, step.iteration
+        start, steps = self._start(iteration), self.requests[iteration - self.first :]
+        wanted = [request for rows in steps for request in rows.values()]
         if policy.writer is None:
             delivery = None
             if early is not None:
-                delivery = Delivery([self.places.replica(row) for step in steps for row in step], early.done)
+                delivery = Delivery([step.replica(row) for rows in steps for row in rows], early.done)
             texts = write_texts(chunks, groups, wanted, policy.decoding, policy.engine, delivery)
             self.texts[start:], self.weights_at = [text.tokens for text in texts], iteration
         else:

@@ -23,6 +23,7 @@ from mkd.rollout.facts import RolloutFacts
 from mkd.rollout.offload import StateOffload
 from mkd.rollout.on_policy import OnPolicy
 from mkd.rollout.rows import WrittenRows
+from mkd.rollout.step_rows import StepRows
 from mkd.teacher.interface import Teacher, TeacherSignal
 from mkd.train.hidden_layers import HiddenLayers, LayersOfMicrobatch
 from mkd.train.objective import Objective
@@ -133,7 +134,7 @@ class TeacherThenStudent:
     on_policy: OnPolicy | None = None
     """None without --kd-on-policy."""
     rows_before: Callable[[], int | None] = lambda: None
-    """See `OnPolicy.requests`."""
+    """See `StepRows.before`."""
     offload: StateOffload | None = None
     """Set when the optimizer exists; None without --kd-rollout-offload."""
     is_stopping: Callable[[], bool] = lambda: False
@@ -191,19 +192,16 @@ class TeacherThenStudent:
     def _write(self, source: Any, options: Mapping[str, Any]) -> tuple[WrittenRows | None, Any, float]:
         """Let the student write its part of a training step; None if it has none. Also returns the samples with it, and
         the seconds in which they were read."""
-        model, iteration = options["model"], self.current_iteration()
+        model, count, rows = options["model"], options["num_microbatches"], options["micro_batch_size"]
         chunks = model if isinstance(model, list) else [model]
-        count, rows = options["num_microbatches"], options["micro_batch_size"]
+        step = StepRows(self.current_iteration(), count, rows, self.groups.dp.size(), self.rows_before())
         begin, began = None, time.monotonic()
-        if self._begins_early(iteration, count * rows * self.groups.dp.size()):
+        if self._begins_early(step):
             samples = [next(source) for _ in range(count)]
             source, begin = iter(samples), partial(self._begin, samples, rows)
         data_s = time.monotonic() - began
         around = partial(self._writing, chunks)
-        before = self.rows_before()
-        written = self.on_policy.write(
-            chunks, self.groups, iteration, count, rows, around, self.is_stopping, begin, before
-        )
+        written = self.on_policy.write(chunks, self.groups, step, around, self.is_stopping, begin)
         return written, source if written is None else written.replace_in(source), data_s
 
     @contextmanager
@@ -214,9 +212,9 @@ class TeacherThenStudent:
         with layers, nullcontext() if self.offload is None else self.offload.away():
             yield
 
-    def _begins_early(self, iteration: int, rows: int) -> bool:
+    def _begins_early(self, step: StepRows) -> bool:
         """True if a teacher elsewhere can compute microbatches while the student writes others."""
-        writes = self.on_policy.count(rows, iteration) > 0
+        writes = self.on_policy.count(step.count, step.iteration) > 0
         return writes and self._teaches(self._objective(False)) and self.teacher.begins_early
 
     def _begin(self, samples: Sequence[Any], rows: int, number: int, written: WrittenRows) -> None:

@@ -33,6 +33,7 @@ from mkd.losses.reference.dense import DIVERGENCES
 from mkd.rollout.interface import Decoding
 from mkd.rollout.on_policy import OnPolicy
 from mkd.rollout.rows import WrittenRowOptions
+from mkd.rollout.step_rows import StepRows
 from mkd.teacher.ensemble import TeacherEnsemble
 from mkd.teacher.online import OnlineTeacher
 from mkd.train.hidden_layers import HiddenLayers
@@ -346,7 +347,7 @@ def step_of_folders(
             micro_batch_size=2,
             forward_only=False,
         )
-        written = policy.write(student_of(sources[0], groups), groups, 0, ROWS // 2, 2).rows
+        written = policy.write(student_of(sources[0], groups), groups, StepRows(0, ROWS // 2, 2, groups.dp.size())).rows
         texts = {row: (request.prompt, text.tokens) for row, (request, text) in written.items()}
         sums = {name: sum(report[name].double() for report in reports).tolist() for name in reports[0]}
         given = sum(row["loss_mask"].sum() for number, row in enumerate(rows) if number not in texts)

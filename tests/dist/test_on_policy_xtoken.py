@@ -32,6 +32,7 @@ from mkd.data.sources.prompts import Prompt
 from mkd.distributed.groups import Groups
 from mkd.rollout.on_policy import OnPolicy
 from mkd.rollout.rows import WrittenRowOptions, WrittenViews
+from mkd.rollout.step_rows import StepRows
 from mkd.teacher.online import OnlineTeacher
 from mkd.train.cross_tokenizer import CrossTokenizer
 from mkd.train.objective import LossContext
@@ -145,7 +146,8 @@ def step_of_folders(
             micro_batch_size=2,
             forward_only=False,
         )
-        written = policy.write(student_of(sources[0], groups), groups, 0, len(given) // 2, 2).rows
+        step = StepRows(0, len(given) // 2, 2, groups.dp.size())
+        written = policy.write(student_of(sources[0], groups), groups, step).rows
         texts = {row: (request.number, list(text.tokens)) for row, (request, text) in written.items()}
         gradients = {name: p.main_grad for name, p in unwrap_model(chunks[0]).named_parameters()}
         return (

@@ -22,6 +22,7 @@ from mkd.data.lookahead import Lookahead
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdError
 from mkd.rollout import on_policy
+from mkd.rollout.early import EarlyMicrobatches
 from mkd.rollout.on_policy import OnPolicy
 from mkd.teacher.inference.pool import ScoringPool
 from mkd.teacher.inference.teacher import InferenceTeacher
@@ -275,11 +276,11 @@ def served_on_policy(
         return teachers[-1]
 
     submit = logged(TeacherConnections.submit, "sent", lambda _, message, *__: message.kind == Kind.FORWARD)
-    done = logged(on_policy._Early.done, "text", lambda self, index, tokens: index in self._own)
+    done = logged(EarlyMicrobatches.done, "text", lambda self, index, tokens: index in self._own)
     with ExitStack() as around:
         around.enter_context(patch.object(kd_step, "build_teacher", build))
         around.enter_context(patch.object(on_policy, "write_texts", logged(on_policy.write_texts, "written")))
-        around.enter_context(patch.object(on_policy._Early, "done", done))
+        around.enter_context(patch.object(EarlyMicrobatches, "done", done))
         around.enter_context(patch.object(TeacherConnections, "submit", submit))
         around.enter_context(patch.object(ScoringPool, "submit", logged(ScoringPool.submit, "sent")))
         for kind in () if early else (ServedTeacher, InferenceTeacher):

@@ -21,6 +21,7 @@ from mkd.rollout.facts import RolloutFacts, repeated_share
 from mkd.rollout.interface import Decoding, Delivery, Request, WrittenText
 from mkd.rollout.on_policy import OnPolicy
 from mkd.rollout.rows import WrittenRowOptions, WrittenRows
+from mkd.rollout.step_rows import StepRows
 from mkd.rollout.stop_strings import StopStrings
 from tests.support.tokenizers_of_kinds import transformers_tokenizer
 
@@ -75,7 +76,7 @@ def test_batches_that_change_between_rollouts_or_in_one(monkeypatch: pytest.Monk
     own = replace(own, prompts=[(i,) for i in range(40)], decoding=replace(own.decoding, true_vocab=40))
     before, found = 0, []
     for step, rows in enumerate((2, 2, 4, 4)):
-        given = own.write([], written.groups, step, rows // 2, 2, rows_before=before)
+        given = own.write([], written.groups, StepRows(step, rows // 2, 2, 1, before))
         found += [request.number for request, _ in given.rows.values()]
         before += rows
     assert found == [request.number for request in own.requests(0, 12).values()]
@@ -109,7 +110,7 @@ class Written:
 
     def step(self, found: OnPolicy, iteration: int) -> tuple[list[int], RolloutFacts]:
         """Calls that wrote the texts of a step of 2 rows."""
-        rows = found.write([], self.groups, iteration, 2, 1)
+        rows = found.write([], self.groups, StepRows(iteration, 2, 1, 1))
         assert list(found.requests(iteration, 2).values()) == [request for request, _ in rows.rows.values()]
         assert all(text.tokens[1:] == request.prompt for request, text in rows.rows.values())
         return [text.tokens[0] for _, text in rows.rows.values()], rows.facts
@@ -151,7 +152,7 @@ def test_a_microbatch_is_given_away_with_its_last_text(
 
     monkeypatch.setattr(on_policy, "write_texts", write)
     groups: Any = SimpleNamespace(dp=SimpleNamespace(size=lambda: 2, rank=lambda: rank))
-    found = policy(share).write([], groups, 0, 2, 2, begin=begin)
+    found = policy(share).write([], groups, StepRows(0, 2, 2, 2), begin=begin)
     assert seen == expected
     whole = {row: text.tokens[0] for row, (_, text) in found.rows.items()}
     assert {row: text for entry in seen if entry[0] != "text" for row, text in entry[1].items()} == whole
