@@ -1,7 +1,6 @@
 """Launch of a checked job: builds its parts on this rank, and calls `megatron.training.pretrain`."""
 
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.enums import ModelType
@@ -18,29 +17,14 @@ from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
 from mkd.job.resume.selection import resolve_checkpoint
 from mkd.job.rollout.servers import store_rollout_assets
-from mkd.job.run_record import RunRecord, write_run_record
+from mkd.job.run_record import write_run_record
 from mkd.job.saving import best_checkpoint, prepare_saving
 from mkd.job.teacher_check import check_teacher_quality
-from mkd.job.training_loop import Hooks
+from mkd.job.training_loop import Hooks, TrainingParts
 from mkd.report.metrics import MetricsLog
 from mkd.report.start_times import StartTimes
 from mkd.teacher.interface import Teacher
 from mkd.train.schedule import TeacherThenStudent
-from mkd.train.step import ForwardStep
-
-
-@dataclass(frozen=True)
-class TrainingParts:
-    """Parts of a job on this rank; megatron builds the student from `Job.student_config`."""
-
-    datasets: list[Any]
-    """Training, validation and test set."""
-    step: ForwardStep
-    schedule: TeacherThenStudent
-    metrics: MetricsLog
-    start: StartTimes
-    record: RunRecord | None = None
-    """None on other ranks than 0, and without --save."""
 
 
 def build(job: Job, start: StartTimes) -> TrainingParts:
@@ -110,19 +94,8 @@ def train(job: Job, parts: TrainingParts) -> None:
     then = "the job ends, without saving because there is no --save," if args.save is None else "the job saves and ends"
     stop = StopSignals(args.exit_signal, then=then).listen()
     parts.schedule.is_stopping = lambda: stop.received is not None
-    hooks = Hooks(
-        job,
-        parts.schedule,
-        parts.metrics,
-        parts.step.finite,
-        job.samples,
-        job.tasks,
-        best,
-        parts.record,
-        parts.start,
-    )
     install(
-        training=hooks,
+        training=Hooks(job, parts, best),
         checkpoints=saving,
         stop=stop,
         state=job.state,

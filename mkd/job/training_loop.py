@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 from mkd.checkpoint.best import BestCheckpoint
 from mkd.data.text_size import TextSize
 from mkd.job.job import Job
-from mkd.job.rollout.samples import SampleWriter, TaskEvaluation
 from mkd.job.run_record import RunRecord
 from mkd.report.calibration import calibration_table
 from mkd.report.metrics import IterationMetrics, MetricsLog
@@ -22,29 +22,34 @@ from mkd.report.start_times import StartTimes
 from mkd.rollout.offload import StateOffload
 from mkd.train import balance
 from mkd.train.evaluation import CALIBRATION
-from mkd.train.nan_check import FiniteCheck, check_first_weights, check_loss_scale, check_skipped
+from mkd.train.nan_check import check_first_weights, check_loss_scale, check_skipped
 from mkd.train.schedule import TeacherThenStudent
+from mkd.train.step import ForwardStep
 from mkd.utils.logging import logger
+
+
+@dataclass(frozen=True)
+class TrainingParts:
+    """Parts of a job on this rank; megatron builds the student from `Job.student_config`."""
+
+    datasets: list[Any]
+    """Training, validation and test set."""
+    step: ForwardStep
+    schedule: TeacherThenStudent
+    metrics: MetricsLog
+    start: StartTimes
+    record: RunRecord | None = None
+    """None on other ranks than 0, and without --save."""
 
 
 class Hooks:
     """Implements `mkd.compat.training_loop.TrainingHooks`."""
 
-    def __init__(
-        self,
-        job: Job,
-        schedule: TeacherThenStudent,
-        log: MetricsLog,
-        finite: FiniteCheck | None = None,
-        samples: SampleWriter | None = None,
-        tasks: TaskEvaluation | None = None,
-        best: BestCheckpoint | None = None,
-        record: RunRecord | None = None,
-        start: StartTimes | None = None,
-    ) -> None:
-        self._job, self._schedule, self._log, self._finite = job, schedule, log, finite
-        self._samples, self._tasks, self._best, self._record = samples, tasks, best, record
-        self._start = start or StartTimes()
+    def __init__(self, job: Job, parts: TrainingParts, best: BestCheckpoint | None = None) -> None:
+        """Args: the job, its parts on this rank, and its best checkpoint (--kd-keep-best)."""
+        self._job, self._schedule, self._log, self._finite = job, parts.schedule, parts.metrics, parts.step.finite
+        self._samples, self._tasks, self._best, self._record = job.samples, job.tasks, best, parts.record
+        self._start = parts.start
         self._calibration: Tensor | None = None
         self._text: Tensor | None = None
         self._iteration: int | None = None

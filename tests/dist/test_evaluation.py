@@ -12,9 +12,10 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mkd.distributed.groups import Groups
-from mkd.job.training_loop import Hooks
+from mkd.job.training_loop import Hooks, TrainingParts
 from mkd.losses import LossOptions, reference
 from mkd.report.calibration import calibration_error
+from mkd.report.start_times import StartTimes
 from mkd.teacher.online import OnlineTeacher
 from mkd.train.evaluation import BINS
 from mkd.train.objective import LossContext
@@ -68,10 +69,10 @@ def evaluate(rank: int, world_size: int, layout: Layout, models: Models) -> tupl
         groups = Groups.from_megatron()
         teacher, chunks = models_of(layout, models, groups)
         schedule, log = TeacherThenStudent(models.kd, groups, teacher, VOCAB, lambda: 0), Log()
-        job = SimpleNamespace(kd=models.kd, args=SimpleNamespace(cuda_graph_impl="none"))
-        hooks = Hooks(job, schedule, log)
+        job = SimpleNamespace(kd=models.kd, args=SimpleNamespace(cuda_graph_impl="none"), samples=None, tasks=None)
         options = LossOptions(chunk_rows=5)
         step = ForwardStep(LossContext(groups, VOCAB, options, byte_lengths=BYTES))
+        hooks = Hooks(job, TrainingParts([], step, schedule, log, StartTimes()))
         batches = microbatches(models.data, layout.cp, layout.mbs, groups.dp.rank(), groups.dp.size(), models.masks)
         totals: dict[str, Tensor] = {}
         run = hooks.around(get_forward_backward_func(pp_size=layout.pp, vp_size=None))
