@@ -47,8 +47,9 @@ from bench_models import Sizes, model_arguments
 from torch import Tensor
 
 from mkd.config.megatron.fp8_teacher import compute_in_fp8
-from mkd.data.batch import KDBatch, next_microbatches
+from mkd.data.batch import KDBatch
 from mkd.data.lookahead import Lookahead
+from mkd.data.microbatches import next_microbatches
 from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes
 from mkd.models.gpt import gpt_config
 from mkd.teacher.captured_forward import CapturedForward

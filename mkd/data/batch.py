@@ -1,7 +1,6 @@
 """One microbatch, the same for teacher, student and loss."""
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -11,12 +10,14 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from mkd.data.segments import MEGATRON_BOUNDS, joined_bounds, packed_seq_params, segment_hash
 from mkd.data.supervised import SupervisedTokens
 from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.errors import MkdDataError
 
 TEACHER_VIEWS = "teacher_views"
 """Key of a collated sample's views in the tokens of teachers with other tokenizers."""
+
 _PER_TOKEN = ("tokens", "labels", "ce_mask", "kd_mask", "position_ids", "padding", "text", "written", "teacher")
 
 
@@ -105,9 +106,9 @@ class KDBatch:
         }
         rows, row_length = sample["tokens"].shape
         if "cu_seqlens_padded" in sample:
-            bounds, lengths = _join_rows(sample)
+            bounds, lengths = joined_bounds(sample)
             tensors = {name: value.reshape(1, -1) for name, value in tensors.items()}
-            packed, starts = _packed_seq_params(bounds), bounds[:-1]
+            packed, starts = packed_seq_params(bounds), bounds[:-1]
         else:
             lengths = sample["length"].tolist() if "length" in sample else [row_length] * rows
             packed, starts = None, range(0, rows * row_length, row_length)
@@ -135,7 +136,7 @@ class KDBatch:
             bounds: `KDBatch.bounds` of a packed microbatch; None if nothing is packed.
         """
         nothing = torch.zeros(tokens.shape)
-        packed = None if bounds is None else _packed_seq_params(bounds)
+        packed = None if bounds is None else packed_seq_params(bounds)
         return cls(tokens, tokens, nothing, nothing, position_ids, padding=None, packed=packed)
 
     @property
@@ -225,7 +226,7 @@ class KDBatch:
         packed = self.packed
         if packed is not None:
             bounds = to_device(packed.cu_seqlens_q_padded)
-            packed = replace(packed, **dict.fromkeys(_BOUNDS, bounds))
+            packed = replace(packed, **dict.fromkeys(MEGATRON_BOUNDS, bounds))
         views = tuple(view.to_device(self) for view in self.teacher_views)
         supervised = None if self.supervised is None else self.supervised.to_device()
         return replace(self, **moved, packed=packed, teacher_views=views, supervised=supervised)
@@ -355,138 +356,3 @@ def chunk_starts(chunk: Tensor) -> Tensor:
     """[b, s] bool, True at the first position of each chunk, in whole rows of chunk numbers [b, s]."""
     before = torch.nn.functional.pad(chunk[:, :-1], (1, 0), value=-1)
     return (chunk >= 0) & (chunk != before)
-
-
-def segment_hash(tokens: Tensor) -> bytes:
-    """16-byte hash of token ids ([n] integers): BLAKE2b over them as little-endian int32."""
-    return hashlib.blake2b(tokens.cpu().numpy().astype("<i4").tobytes(), digest_size=16).digest()
-
-
-def _join_rows(sample: Mapping[str, Tensor]) -> tuple[list[int], list[int]]:
-    """Bounds of the padded segments in the concatenation of all rows, and each segment's length without padding."""
-    row_length = sample["tokens"].shape[1]
-    bounds, lengths = [0], []
-    for row, (padded, real) in enumerate(
-        zip(sample["cu_seqlens_padded"].tolist(), sample["cu_seqlens"].tolist(), strict=True)
-    ):
-        if padded[0] != 0 or padded[-1] != row_length or len(padded) != len(real):
-            raise MkdDataError(f"a packed row of {row_length} tokens has the segment bounds {padded}")
-        for (start, end), (text_start, text_end) in zip(pairwise(padded), pairwise(real), strict=True):
-            if not 0 <= text_end - text_start <= end - start:
-                raise MkdDataError(
-                    f"a packed segment of {text_end - text_start} tokens has {end - start} positions in its row"
-                )
-            if end > start:
-                bounds.append(row * row_length + end)
-                lengths.append(text_end - text_start)
-    return bounds, lengths
-
-
-_BOUNDS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-
-
-def _packed_seq_params(bounds: Sequence[int]) -> PackedSeqParams:
-    """Megatron's description of segments.
-
-    Padding follows the text of its own segment, where causal attention does not reach it from the text. So the padded
-    bounds are passed as the real ones too, and the attention kernels need no handling of padding between segments.
-    max_seqlen is exact: megatron's rotary embeddings take a table as long as the row for position ids that do not
-    restart in each segment.
-    """
-    longest = max(end - start for start, end in pairwise(bounds))
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
-    return PackedSeqParams(
-        qkv_format="thd",
-        **dict.fromkeys(_BOUNDS, cu_seqlens),
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        pad_between_seqs=False,
-    )
-
-
-def join_segments(packed: Sequence[PackedSeqParams], row_tokens: int) -> PackedSeqParams:
-    """Segments of packed rows of equal length that follow each other in one row.
-
-    Args:
-        packed: those of each row, on the same device.
-        row_tokens: tokens of one whole row.
-    """
-    bounds = [one.cu_seqlens_q_padded for one in packed]
-    joined = torch.cat([bounds[0], *(one[1:] + row * row_tokens for row, one in enumerate(bounds[1:], start=1))])
-    longest = max(one.max_seqlen_q for one in packed)
-    return replace(packed[0], **dict.fromkeys(_BOUNDS, joined), max_seqlen_q=longest, max_seqlen_kv=longest)
-
-
-def next_microbatches(
-    iterator: Iterator[Mapping[str, Tensor]],
-    count: int,
-    true_vocab: int,
-    micro_batch_size: int | None = None,
-    length_multiple: int | None = None,
-) -> list[KDBatch]:
-    """The next `count` microbatches, whole and on the host.
-
-    Args:
-        iterator: collated samples, see `KDBatch.from_sample`.
-        count: microbatches.
-        true_vocab: see `KDBatch.from_sample`.
-        micro_batch_size: required number of rows; None for any.
-        length_multiple: trim unpacked rows to the longest text of each microbatch, rounded up to a multiple of it; None
-            leaves them whole.
-
-    Raises:
-        MkdDataError: see `KDBatch.from_sample`; or a microbatch has another number of rows.
-    """
-    batches = []
-    for number in range(count):
-        sample = next(iterator)
-        rows = sample["tokens"].shape[0]
-        if micro_batch_size is not None and rows != micro_batch_size:
-            raise MkdDataError(
-                f"the data loader gives {rows} samples at a time, the schedule expects {micro_batch_size}: correct "
-                "--micro-batch-size or --eval-micro-batch-size"
-            )
-        if length_multiple is not None:
-            sample = _without_padding(sample, length_multiple)
-        batches.append(replace(KDBatch.from_sample(sample, true_vocab), number=number))
-    return batches
-
-
-def _without_padding(sample: Mapping[str, Any], length_multiple: int) -> dict[str, Any]:
-    """An unpacked sample trimmed to its longest text, each view by itself."""
-    if "length" not in sample:
-        return dict(sample)
-
-    def longest(view: Mapping[str, Any]) -> int:
-        return -(-int(view["length"].max()) // length_multiple) * length_multiple
-
-    def trim(view: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value[:, : longest(view)] if value.dim() > 1 else value for name, value in view.items()}
-
-    views = [
-        {**trim(view), "student_chunk": view["student_chunk"][:, : longest(sample)]}
-        for view in sample.get(TEACHER_VIEWS, ())
-    ]
-    return {**trim({name: value for name, value in sample.items() if name != TEACHER_VIEWS}), TEACHER_VIEWS: views}
-
-
-def check_same_batch(batch: KDBatch, *groups: dist.ProcessGroup) -> None:
-    """Raise MkdDataError unless every rank of one model replica has read the same microbatch.
-
-    Each rank reads the data itself, and ranks that read different tokens would train on garbage with a plausible loss.
-
-    Args:
-        batch: the whole microbatch.
-        groups: groups that together connect all ranks of this replica: its tensor- and pipeline-parallel ranks, and its
-            context-parallel ranks. Communication: two all-reduces of 8 bytes in each.
-    """
-    low = batch.content_hash().to("cuda")
-    high = low.clone()
-    for group in groups:
-        dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
-        dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
-    if low.item() != high.item():
-        raise MkdDataError(
-            "ranks of one model replica read different tokens: make --data-path and --data-cache-path show the same "
-            "files on every node, and remove a stale index cache"
-        )

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mkd.compat.data_iterator import peek
-from mkd.data.batch import KDBatch, next_microbatches
+from mkd.data.batch import KDBatch
+from mkd.data.microbatches import next_microbatches
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mkd.data.batch import KDBatch, join_segments
+from mkd.data.batch import KDBatch
+from mkd.data.segments import join_segments
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from mkd.config.kd_config import KDConfig
-from mkd.data.batch import KDBatch, check_same_batch, next_microbatches
+from mkd.data.batch import KDBatch
 from mkd.data.lookahead import Lookahead
+from mkd.data.microbatches import check_same_batch, next_microbatches
 from mkd.data.text_size import TextSize
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdDataError

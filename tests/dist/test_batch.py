@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mkd.data.batch import KDBatch, check_same_batch
+from mkd.data.batch import KDBatch
+from mkd.data.microbatches import check_same_batch
 from mkd.errors import MkdDataError
 
 

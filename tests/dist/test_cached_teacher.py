@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mkd.data.batch import segment_hash
+from mkd.data.segments import segment_hash
 from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.cache.writer import StoreWriter
 from tests.support.dist.cached_step import FAULTS, cached_step, meta_of, reads_of_steps, step_without_texts, write_cache

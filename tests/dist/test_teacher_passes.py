@@ -11,7 +11,7 @@ import torch
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
 from mkd.compat.random_states import without_dropout_states
-from mkd.data.batch import next_microbatches
+from mkd.data.microbatches import next_microbatches
 from mkd.distributed.groups import Groups
 from mkd.teacher.online import OnlineTeacher
 from tests.dist.test_layouts import compare

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mkd.data.batch import segment_hash
+from mkd.data.segments import segment_hash
 from mkd.teacher.cache.record_format import TokenTargets
 from mkd.teacher.cache.store import TeacherStore
 from tests.support.e2e.small_job import (

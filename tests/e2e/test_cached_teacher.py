@@ -11,7 +11,7 @@ import torch
 
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.megatron_folder import TRACKER
-from mkd.data.batch import segment_hash
+from mkd.data.segments import segment_hash
 from mkd.errors import MkdCacheError, MkdConfigError
 from mkd.job.job import Job
 from mkd.job.plan.plan import plan

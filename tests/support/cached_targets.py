@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mkd.data.batch import segment_hash
+from mkd.data.segments import segment_hash
 from mkd.teacher.cache.meta import CacheMeta
 from mkd.teacher.cache.record_format import TokenTargets
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from mkd.data.batch import segment_hash
+from mkd.data.segments import segment_hash
 from mkd.errors import MkdDataError
 from mkd.teacher.cache.meta import CacheMeta
 from mkd.teacher.cache.record_format import TokenTargets

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
-from mkd.data.batch import next_microbatches
+from mkd.data.microbatches import next_microbatches
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdCacheError
 from mkd.job.cache_build.job import CacheJob

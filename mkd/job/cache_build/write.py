@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from mkd.compat.stopping import StopSignals
-from mkd.data.batch import KDBatch, check_same_batch, next_microbatches
+from mkd.data.batch import KDBatch
+from mkd.data.microbatches import check_same_batch, next_microbatches
 from mkd.data.packing.streams import BlendOfRows
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdDataError

@@ -12,8 +12,9 @@ from unittest.mock import patch
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode
 from torch import Tensor
 
-from mkd.data.batch import KDBatch, next_microbatches
+from mkd.data.batch import KDBatch
 from mkd.data.lookahead import Lookahead
+from mkd.data.microbatches import next_microbatches
 from mkd.distributed.groups import Groups
 from mkd.job.cache_build.targets import TargetBuilder
 from mkd.teacher.cache.lookup import Lookup, ReadRequest

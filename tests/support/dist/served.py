@@ -17,8 +17,9 @@ from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode
 from torch import Tensor
 
 from mkd.compat.stopping import WaitAborted
-from mkd.data.batch import KDBatch, next_microbatches
+from mkd.data.batch import KDBatch
 from mkd.data.lookahead import Lookahead
+from mkd.data.microbatches import next_microbatches
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdError
 from mkd.rollout import on_policy

@@ -10,8 +10,8 @@ from megatron.core.dist_checkpointing.validation import determine_global_metadat
 from megatron.core.utils import unwrap_model
 from megatron.training.models import GPTModelBuilder
 
-from mkd.data.batch import next_microbatches
 from mkd.data.lookahead import Lookahead
+from mkd.data.microbatches import next_microbatches
 from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes
 from mkd.models.gpt import gpt_config
 from mkd.teacher.resharded import exchange

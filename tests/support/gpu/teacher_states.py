@@ -23,8 +23,8 @@ def run() -> None:
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
     from megatron.training import initialize_megatron
 
-    from mkd.data.batch import next_microbatches
     from mkd.data.lookahead import Lookahead
+    from mkd.data.microbatches import next_microbatches
     from mkd.distributed.groups import Groups
     from mkd.job.job import Job
 

@@ -10,7 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mkd.data.batch import KDBatch, next_microbatches, segment_hash
+from mkd.data.batch import KDBatch
+from mkd.data.microbatches import next_microbatches
+from mkd.data.segments import segment_hash
 from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.errors import MkdDataError
 

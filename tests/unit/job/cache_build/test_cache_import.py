@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mkd.data.batch import segment_hash
+from mkd.data.segments import segment_hash
 from mkd.errors import MkdCacheError, MkdDataError
 from mkd.job.cache_build.import_axolotl import ImportCounts, ImportOptions, import_targets
 from mkd.teacher.cache.lookup import ReadRequest
