@@ -105,8 +105,17 @@ def test_dry_run(job: SmallJob, tmp_path: Path) -> None:
     assert not (tmp_path / "cache").exists()
 
 
-def test_positions(attempt: Callable[..., CacheJob]) -> None:
-    assert attempt({}, {"--reset-position-ids": True}).meta.positions == "document"
+def test_positions(attempt: Callable[..., CacheJob], job: SmallJob, tmp_path: Path) -> None:
+    """Rotary embeddings do not read position ids, and a table of learned positions does."""
+    with pytest.raises(MkdConfigError, match="--reset-position-ids has no effect on the teacher: positions of type"):
+        attempt({}, {"--reset-position-ids": True})
+    sizes = {"--num-layers": 2, "--hidden-size": 32, "--num-attention-heads": 4, "--max-position-embeddings": 32}
+    tokenizer = {"--tokenizer-type": "HuggingFaceTokenizer", "--tokenizer-model": job.teacher}
+    saved = {"--save": tmp_path, "--save-interval": 1, "--train-iters": 1, "--eval-iters": 0, "--kd-ratio": 0}
+    done = run(job.flags({"--kd-student-hf": None, **sizes, **tokenizer, **saved, "--reset-position-ids": True}))
+    assert done.status == 0, done.errors[-3000:]
+    teacher = {"--kd-teacher-hf": None, "--kd-teacher-load": tmp_path, **tokenizer}
+    assert attempt({}, {**teacher, "--reset-position-ids": True}).meta.positions == "document"
 
 
 def test_more_samples_than_tokens(attempt: Callable[..., CacheJob]) -> None:

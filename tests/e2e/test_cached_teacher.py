@@ -226,7 +226,7 @@ def test_flags_that_a_cache_refuses(
     ("stored", "words"),
     [
         ({"true_vocab": VOCAB + 5}, [f"vocabulary of {VOCAB + 5} tokens", f"share {VOCAB}"]),
-        ({"positions": "document"}, ["restart at each document", "give --reset-position-ids"]),
+        ({"positions": "document"}, ["restart at each document", "write it again without --reset-position-ids"]),
     ],
     ids=["vocabulary", "positions"],
 )

@@ -8,6 +8,7 @@ from mkd.checkpoint.source import EnsembleSource, ModelSource, fewest_positions
 from mkd.config import flags
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron import arguments, data_args
+from mkd.config.megatron.checks.rows import check_position_resets
 from mkd.config.run_state import RunState
 from mkd.config.values import require_temperature
 from mkd.data.sources.stores import is_chat_file
@@ -156,6 +157,7 @@ class CacheJob:
                 "epoch: give --train-iters with the number that the training job prints"
             )
         describe_teacher(args, source, student)
+        check_position_resets(args, source.architecture.get("position_embedding_type"), "the teacher")
         arguments.finish(args, kd, RunState())
         tokenizer = (student.tokenizer_hash if student else None) or hash_of_tokenizer(args)
         origin = student.origin if student else tokenizer_origin(args)

@@ -61,10 +61,12 @@ class CachedTeacherSpec(SpecWithoutModel[TeacherStore]):
             )
         positions = "document" if args.reset_position_ids else "segment"
         if meta.positions != positions:
+            remedy = "leave out --reset-position-ids" if args.reset_position_ids else "give --reset-position-ids"
+            if args.position_embedding_type != "learned_absolute":  # see check_position_resets
+                remedy = "write it again without --reset-position-ids"
             raise MkdCacheError(
                 f"{origin} was written with position ids that restart at each {meta.positions}, in this job they "
-                f"restart at each {positions}: {'leave out' if args.reset_position_ids else 'give'} "
-                "--reset-position-ids"
+                f"restart at each {positions}: {remedy}"
             )
         if meta.labels_only and kd.mask == "all":
             raise MkdConfigError(f"--kd-mask is all, but {origin} has targets for supervised tokens only: leave it out")

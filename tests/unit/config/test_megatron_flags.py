@@ -111,7 +111,8 @@ SUPPORTED = {
         "dataloader_type step_batch_size_schedule train_samples lr_warmup_samples eval_micro_batch_size"
         " eval_global_batch_size start_eval_at_iter eod_mask_loss"
     ),
-    "e2e/test_cached_teacher.py": "seed reset_position_ids",
+    "e2e/test_cached_teacher.py": "seed",
+    "e2e/test_cache_tool.py": "reset_position_ids",
     "e2e/test_check_invariance.py": "exit_interval",
     "e2e/test_chat.py": "num_workers save load",
     "e2e/test_pretrain.py": "use_checkpoint_args",

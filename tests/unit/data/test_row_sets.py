@@ -196,6 +196,7 @@ ARGS = {
     "reset_position_ids": False,
     "reset_attention_mask": False,
     "eod_mask_loss": False,
+    "position_embedding_type": "rope",
     "tokenizer_type": "HuggingFaceTokenizer",
     "context_parallel_size": 1,
     "seq_length": 64,
@@ -225,6 +226,14 @@ def test_flags_that_do_not_go_together(case: str) -> None:
     check_rows(Namespace(**ARGS), KDConfig(**KD, **kd), has_chats=True) if case not in ("cp", "row") else None
     with pytest.raises(MkdConfigError, match=message):
         check_rows(Namespace(**{**ARGS, **args}), KDConfig(**KD, **kd), has_chats=True)
+
+
+def test_position_ids_that_nothing_reads() -> None:
+    """Rotary embeddings count the tokens of a row."""
+    args = {**ARGS, "reset_position_ids": True}
+    with pytest.raises(MkdConfigError, match=r"--reset-position-ids has no effect on the student: positions of type"):
+        check_rows(Namespace(**args), KDConfig(**KD), has_chats=False)
+    check_rows(Namespace(**{**args, "position_embedding_type": "learned_absolute"}), KDConfig(**KD), has_chats=False)
 
 
 def test_no_more_tokens_than_the_vocabulary_has() -> None:

@@ -1,11 +1,13 @@
 """mkd/models/gpt.py, and that megatron-core 0.19 still needs its corrections."""
 
 from argparse import Namespace
+from inspect import signature
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.fusions.fused_bias_geglu import weighted_bias_quick_geglu_impl
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
@@ -40,6 +42,11 @@ def test_upstream_ignores_the_rope_scaling_factor() -> None:
     args = arguments(use_rope_scaling=True, rope_scaling_factor=32.0)
     assert gpt_config_from_args(args).rope_scaling_factor == 8.0
     assert gpt_config(args).rope_scaling_factor == 32.0
+
+
+def test_upstream_reads_no_position_ids_for_rope() -> None:
+    """The reason why --reset-position-ids is refused with it."""
+    assert "position_ids" not in signature(RotaryEmbedding.forward).parameters
 
 
 @pytest.mark.parametrize("rope", ["rope", "yarn"])

@@ -55,8 +55,28 @@ def check_positions(args: Namespace, kd: KDConfig) -> None:
         )
 
 
+def check_position_resets(args: Namespace, embedding: str | None, model: str) -> None:
+    """Refuse --reset-position-ids for a model that does not read position ids.
+
+    megatron-core 0.19's rotary embeddings count the tokens of a row; only a table of learned positions is read at the
+    ids, so the flag would change nothing.
+
+    Args:
+        args: Megatron's.
+        embedding: `position_embedding_type` of the model.
+        model: its name in the message, such as "the student".
+    """
+    if args.reset_position_ids and embedding != "learned_absolute":
+        raise MkdConfigError(
+            f"--reset-position-ids has no effect on {model}: positions of type {embedding} (--position-embedding-type) "
+            "count the tokens of a row, and only learned_absolute reads position ids; leave it out, or give "
+            "--kd-packing best_fit, where positions and attention begin anew at each document"
+        )
+
+
 def check_rows(args: Namespace, kd: KDConfig, has_chats: bool) -> None:
-    """Refuse flags that contradict rows of whole samples, which packing and chat files produce.
+    """Refuse flags that contradict rows of whole samples, which packing and chat files produce, and
+    --reset-position-ids where it has no effect.
 
     Args:
         args: Megatron's.
@@ -65,6 +85,7 @@ def check_rows(args: Namespace, kd: KDConfig, has_chats: bool) -> None:
     """
     is_packed = kd.packing != "none"
     if not (is_packed or has_chats):
+        check_position_resets(args, args.position_embedding_type, "the student")
         return
     what = f"--kd-packing {kd.packing}" if is_packed else "a chat file in --data-path"
     for flag, given in {
