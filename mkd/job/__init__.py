@@ -3,6 +3,7 @@
 checks.py          the checks of a job, in order; each fills a part of the draft
 job.py             the checked job
 data.py            its data
+tokenizers.py      the student's tokenizer, and teachers sorted by whether they share it
 cross_tokenizer.py teachers with other tokenizers
 teachers/          its teachers, before they are built
 rollout/           texts that its student writes

@@ -31,8 +31,8 @@ from mkd.config.megatron.checks.written_texts import check_rollouts, check_sampl
 from mkd.config.megatron.data_args import data_prefixes
 from mkd.data.sources.stores import is_chat_file
 from mkd.errors import MkdConfigError, MkdNodeError
-from mkd.job.cross_tokenizer import CrossTokenizers, sort_teachers
-from mkd.job.data import JobData, folder_of_tokenizer, hash_of_tokenizer
+from mkd.job.cross_tokenizer import CrossTokenizers
+from mkd.job.data import JobData
 from mkd.job.epochs import set_iterations
 from mkd.job.resume.compare import check_checkpoint
 from mkd.job.resume.position import check_position
@@ -41,6 +41,7 @@ from mkd.job.rollout.on_policy import on_policy_of
 from mkd.job.rollout.samples import SampleWriter, TaskEvaluation
 from mkd.job.teachers.from_flags import check_teacher_fits, teacher_source, teacher_spec
 from mkd.job.teachers.interface import TeacherSpec
+from mkd.job.tokenizers import folder_of_tokenizer, hash_of_tokenizer, sort_teachers
 from mkd.models.adapted_layers import AdaptedLinear
 from mkd.models.layer_maps import KEY_PREFIX, pair_of_key
 from mkd.models.lora import Lora

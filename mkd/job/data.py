@@ -12,8 +12,7 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.training.global_vars import get_tokenizer
 from megatron.training.training import get_train_valid_test_num_samples, update_train_iters
 
-from mkd.checkpoint.source import ModelSource, PositionLimit
-from mkd.checkpoint.tokenizer_hash import tokenizer_hash
+from mkd.checkpoint.source import PositionLimit
 from mkd.config.check_list import Sink
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron import data_args
@@ -236,23 +235,3 @@ class JobData:
             log=self._log,
             cross=None if self.cross is None else self.cross.rows(self.position_limit),
         )
-
-
-def folder_of_tokenizer(args: Namespace, student: ModelSource | None) -> Path | None:
-    """Folder of the student's tokenizer; None if it is not a Hugging Face folder.
-
-    Args:
-        args: Megatron's.
-        student: source of --kd-student-hf; None without the flag.
-    """
-    if student is not None and student.tokenizer_folder is not None:
-        return student.tokenizer_folder
-    is_folder = args.tokenizer_type == "HuggingFaceTokenizer" and args.tokenizer_model is not None
-    return Path(args.tokenizer_model) if is_folder and Path(args.tokenizer_model).is_dir() else None
-
-
-def hash_of_tokenizer(args: Namespace) -> str | None:
-    """Hash of the student's tokenizer; None if it is not a Hugging Face folder."""
-    if args.tokenizer_type != "HuggingFaceTokenizer" or not Path(args.tokenizer_model).is_dir():
-        return None
-    return tokenizer_hash(Path(args.tokenizer_model), tokenizer_flag(args))

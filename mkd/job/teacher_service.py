@@ -16,10 +16,10 @@ from mkd.config.megatron.layouts import length_multiple
 from mkd.config.run_state import RunState
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError, MkdNodeError
-from mkd.job.data import hash_of_tokenizer
 from mkd.job.teacher_check import check_weights
 from mkd.job.teachers.from_flags import teacher_source
 from mkd.job.teachers.model import ModelTeacherSpec
+from mkd.job.tokenizers import hash_of_tokenizer
 from mkd.job.without_student import describe_teacher, refuse_flags_of_teachers
 from mkd.models.gpt import logit_scale
 from mkd.teacher.service.addresses import Address, Secret, parse_address, require_secret

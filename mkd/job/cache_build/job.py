@@ -13,11 +13,11 @@ from mkd.config.run_state import RunState
 from mkd.config.values import require_temperature
 from mkd.data.sources.stores import is_chat_file
 from mkd.errors import MkdConfigError
-from mkd.job.cross_tokenizer import sort_teachers
-from mkd.job.data import JobData, folder_of_tokenizer, hash_of_tokenizer, refuse_data_cache
+from mkd.job.data import JobData, refuse_data_cache
 from mkd.job.plan.warnings import uncompared_tokenizers
 from mkd.job.teachers.from_flags import teacher_source
 from mkd.job.teachers.model import ModelTeacherSpec
+from mkd.job.tokenizers import folder_of_tokenizer, hash_of_tokenizer, sort_teachers
 from mkd.job.without_student import describe_teacher, refuse_flags_of_teachers
 from mkd.teacher.cache.meta import CacheMeta
 from mkd.teacher.cache.record_format import MAX_COUNT, MAX_VOCAB

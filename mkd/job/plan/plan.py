@@ -11,7 +11,7 @@ from mkd.config.kd_config import KDConfig
 from mkd.config.loss_spec import divergence_text
 from mkd.config.megatron.epochs import iterations_are_unknown
 from mkd.config.megatron.layouts import has_own_layout
-from mkd.job.data import folder_of_tokenizer, number_of_iterations
+from mkd.job.data import number_of_iterations
 from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
 from mkd.job.plan.launch_bound import student_launches, teacher_launches
@@ -20,6 +20,7 @@ from mkd.job.plan.pipeline_balance import balance_text
 from mkd.job.plan.rollout import rollout_plan
 from mkd.job.plan.warnings import job_warnings
 from mkd.job.teachers.model import shape_of
+from mkd.job.tokenizers import folder_of_tokenizer
 from mkd.losses.inputs import MAX_FP32_TEMPERATURE
 from mkd.models.delta_rule import missing_kernel
 from mkd.models.gated_delta_net import VARIANT

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from mkd.checkpoint.source import ModelSource, TeacherSource
 from mkd.config.kd_config import KDConfig
-from mkd.job.data import hash_of_tokenizer
 from mkd.job.job import Job
 from mkd.job.teachers.inference import InferenceSource
+from mkd.job.tokenizers import hash_of_tokenizer
 from mkd.utils.tokenizer_flag import tokenizer_flag
 
 

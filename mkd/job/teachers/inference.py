@@ -13,8 +13,9 @@ from mkd.checkpoint.tokenizer_hash import hash_hex
 from mkd.config.kd_config import KDConfig
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdCacheError, MkdConfigError
-from mkd.job.data import hash_of_tokenizer, refuse_data_cache
+from mkd.job.data import refuse_data_cache
 from mkd.job.teachers.common import URL_FLAG, WITHOUT_WAITING_S, SourceAtAddresses, SpecWithoutModel
+from mkd.job.tokenizers import hash_of_tokenizer
 from mkd.teacher.cache.meta import CacheMeta
 from mkd.teacher.cache.record_format import MAX_VOCAB
 from mkd.teacher.cache.writer import check_folder

@@ -14,7 +14,7 @@ from mkd.checkpoint.tokenizer_difference import TokenizerDifference, tokenizer_d
 from mkd.checkpoint.tokenizer_hash import tokenizer_hash
 from mkd.config.kd_config import KDConfig
 from mkd.errors import MkdCheckpointError, MkdConfigError
-from mkd.job.cross_tokenizer import sort_teachers
+from mkd.job.tokenizers import sort_teachers
 from mkd.utils.json_files import parse_json
 
 FLAGS = ("--kd-student-hf", "--kd-teacher-hf")
