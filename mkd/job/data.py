@@ -19,7 +19,8 @@ from mkd.config.megatron import data_args
 from mkd.config.megatron.checks.rows import check_rows
 from mkd.config.megatron.epochs import iterations_are_unknown
 from mkd.config.megatron.layouts import row_multiple
-from mkd.data.datasets import build_datasets, check_data, check_splits
+from mkd.data.checks import check_data, check_splits
+from mkd.data.datasets import build_datasets
 from mkd.data.epochs import Reading, readings_of_documents
 from mkd.data.packing.row_layout import RowLayout
 from mkd.data.packing.row_sets import RowSets

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from mkd.data.datasets import check_data
+from mkd.data.checks import check_data
 from mkd.data.sources import record_files, text
 from mkd.data.sources.data_files import data_files, is_record_data
 from mkd.data.sources.stores import cache_base

@@ -17,7 +17,8 @@ from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.checks.losses import check_top_k_in_vocabulary
 from mkd.config.megatron.checks.rows import check_rows
 from mkd.data.batch import KDBatch
-from mkd.data.datasets import build_datasets, check_splits
+from mkd.data.checks import check_splits
+from mkd.data.datasets import build_datasets
 from mkd.data.packing.row_layout import RowLayout
 from mkd.data.packing.row_sets import RowSets
 from mkd.data.packing.streams import RowOptions

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mkd.data.datasets import build_datasets, check_data
+from mkd.data.checks import check_data
+from mkd.data.datasets import build_datasets
 from mkd.data.sources.chat import ChatTokenizer
 from mkd.data.sources.indexed import INDEX_HEADER
 from mkd.data.sources.stores import ChatStore, DocumentStore, chat_base, tokenize_chat

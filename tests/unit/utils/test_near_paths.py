@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mkd.checkpoint.source import ModelSource
-from mkd.data.datasets import check_data
+from mkd.data.checks import check_data
 from mkd.errors import MkdCheckpointError, MkdDataError
 from mkd.utils.near_paths import near_path, near_path_hint
 from mkd.utils.pretrained import load_tokenizer
