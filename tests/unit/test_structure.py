@@ -146,8 +146,15 @@ def test_packages_are_small() -> None:
 
 
 def test_unit_tests_mirror_the_packages() -> None:
-    folders = {path.name for path in (ROOT / "tests/unit").iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert folders - {"tools", "benchmarks"} <= set(FOLDERS)
+    folders = {path for path in (ROOT / "tests/unit").rglob("*") if path.is_dir() and path.name != "__pycache__"}
+    names = {str(path.relative_to(ROOT / "tests/unit")) for path in folders} - {"tools", "benchmarks"}
+    assert "config/megatron" in names
+    assert {name for name in names if not (ROOT / "mkd" / name).is_dir()} == set()
+
+
+def test_the_flags_of_mkd_do_not_import_megatrons_arguments() -> None:
+    outside = {m: found for m, found in GRAPH.items() if m.startswith("mkd.config.") and ".megatron" not in m}
+    assert {m for m, found in outside.items() if any(one.startswith("mkd.config.megatron") for one in found)} == set()
 
 
 def test_every_tool_is_in_the_docs() -> None:
