@@ -35,7 +35,7 @@ def on_policy_of(
     longest: int | None,
     state: RunState | None = None,
     *,
-    waits: bool | None = None,
+    waits: bool = False,
     cross: CrossTokenizers | None = None,
     source: TeacherSource | None = None,
 ) -> OnPolicy | None:
@@ -47,8 +47,7 @@ def on_policy_of(
         true_vocab: the student's vocabulary size.
         longest: positions of the models; None if they have those of a row.
         state: keeps the texts of --kd-rollout-steps, and the rollouts that run away; None: a state of its own.
-        waits: with --kd-rollout-url, find the servers, and wait for those that do not answer yet; None leaves them
-            out.
+        waits: wait for servers of --kd-rollout-url that do not answer yet.
         cross: the teachers with other tokenizers; None without any.
         source: the teachers, whose addresses are their names if they are elsewhere; None if they are unknown.
 
@@ -78,7 +77,7 @@ def on_policy_of(
         options=WrittenRowOptions(kd.rollout_cut_off == "drop", kd.position_weight, is_routed=bool(teachers)),
         guard=_guard(kd, state),
         state=state,
-        writer=None if waits is None else served_writer(args, kd, sizes, waits),
+        writer=served_writer(args, kd, sizes, waits),
     )
 
 

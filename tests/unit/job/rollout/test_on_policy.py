@@ -98,22 +98,21 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_servers_in_the_place_of_the_training_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rank alone finds them, if `waits` is given."""
+    """The first rank alone finds them."""
     with StandIn(table_model(307), vocab=307) as server:
         server.load = lambda _: server.model
         args = arguments(folder, save=str(folder / "save"), tokenizer_type="HuggingFaceTokenizer")
         flags = kd(folder / "p.jsonl", rollout_url=[server.url], rollout_refresh=4, rollout_steps=2)
-        assert on_policy_of(args, flags, 307, None).writer is None
-        writer = on_policy_of(args, flags, 307, None, waits=False).writer
+        writer = on_policy_of(args, flags, 307, None).writer
         assert [str(one) for one in writer.servers] == [f"--kd-rollout-url {server.url}"]
         assert writer.refresh == 4 and 16 < len(writer.text) <= 64 and max(writer.text) < 307
         (line,) = rollout_plan(args, flags).items()
         assert line[0] == "servers" and line[1].startswith("100% of the rows from ")
         assert line[1].endswith(f": {server.url}, new weights in {folder}/save/rollout after 4 steps")
         monkeypatch.setenv("RANK", "1")
-        assert on_policy_of(args, flags, 307, None, waits=False).writer.servers == []
+        assert on_policy_of(args, flags, 307, None).writer.servers == []
         with pytest.raises(MkdConfigError, match="--kd-rollout-url is ftp://a; the address of an inference server is"):
-            on_policy_of(args, kd(folder / "p.jsonl", rollout_url=["ftp://a"]), 307, None, waits=False)
+            on_policy_of(args, kd(folder / "p.jsonl", rollout_url=["ftp://a"]), 307, None)
 
 
 def test_prompts_and_positions(folder: Path) -> None:
