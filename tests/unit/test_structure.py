@@ -38,6 +38,17 @@ def imports_of(source: str) -> list[tuple[int, str]]:
     return sorted((line, name) for line, name in found if name.split(".")[0] == "mkd")
 
 
+def imports_of_no_module(source: str) -> list[str]:
+    """Modules of mkd that a source text names in an import and that do not exist."""
+    named = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            named.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            named.add(node.module)
+    return sorted(name for name in named if name.split(".")[0] == "mkd" and name not in MODULES)
+
+
 def upward_imports(module: str, source: str, order: list[str]) -> list[str]:
     """Imports in `module` from folders that stand below its own in `order`."""
     own = order.index(module.split(".")[1])
@@ -117,6 +128,20 @@ def test_upward_imports_are_seen() -> None:
     found = upward_imports("mkd.losses.reference.dense", source, FOLDERS)
     assert found == ["line 2: mkd.train.schedule.wrap", "line 4: mkd.report"]
     assert upward_imports("mkd.job.doctor.run", source, FOLDERS) == []
+
+
+def test_every_import_names_a_module() -> None:
+    """Also inside functions, and in files that need a GPU or hours, which few runs of the tests import."""
+    files = [
+        path for folder in ("mkd", "tests", "tools", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
+    ]
+    found = {str(path.relative_to(ROOT)): imports_of_no_module(path.read_text()) for path in files}
+    assert {file: names for file, names in found.items() if names} == {}
+    assert imports_of_no_module(
+        "def f():\n    from mkd.nothing import a\nimport mkd.job.nothing\nimport mkd.errors\n"
+    ) == [
+        *("mkd.job.nothing", "mkd.nothing"),
+    ]
 
 
 def test_modules_do_not_import_in_a_circle() -> None:
