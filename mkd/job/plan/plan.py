@@ -77,6 +77,7 @@ def plan(job: Job) -> dict[str, str]:
         **_adapters(job),
         **_delta_nets(job),
         **_experts(job),
+        **_routers(job.args),
         "layout": _layout(args, args.world_size),
         **_teacher_layouts(job),
         **_stages(job),
@@ -233,6 +234,27 @@ def _experts(job: Job) -> dict[str, str]:
         return {}
     names = " and ".join(dict.fromkeys(slow))
     return {"experts": f"{names}: one after another; --moe-grouped-gemm computes those of a rank together, faster"}
+
+
+def _routers(args: Namespace) -> dict[str, str]:
+    """Losses and rules that train the student's routers beside the objective, also where no flag gives them."""
+    if args.num_experts is None:
+        return {}
+    kinds, coefficients = (
+        value if isinstance(value, list) else [value]
+        for value in (args.moe_router_load_balancing_type, args.moe_aux_loss_coeff)
+    )
+    texts = [
+        f"+ {coefficient:g} {kind} (--moe-aux-loss-coeff)"
+        for kind, coefficient in zip(kinds, coefficients, strict=False)
+        if kind.endswith("aux_loss") and coefficient
+    ]
+    if args.moe_z_loss_coeff:
+        texts.append(f"+ {args.moe_z_loss_coeff:g} z-loss (--moe-z-loss-coeff)")
+    if args.moe_router_enable_expert_bias and args.moe_router_bias_update_rate:
+        rate = f"{args.moe_router_bias_update_rate:g} (--moe-router-bias-update-rate)"
+        texts.append(f"each step moves the biases of experts by {rate} toward equal loads")
+    return {"routers": "; ".join(texts)} if texts else {}
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -10,9 +10,10 @@ import pytest
 
 from mkd import cpu
 from mkd.checkpoint.source import ModelSource
+from mkd.config import flags
 from mkd.config.kd_config import KDConfig
 from mkd.config.schedules import Schedule
-from mkd.job.plan.plan import _delta_nets, _experts, implementation_text, learning_rate
+from mkd.job.plan.plan import _delta_nets, _experts, _routers, implementation_text, learning_rate
 from mkd.job.plan.warnings import _missing_cross_entropy, uncompared_tokenizers
 from mkd.job.teachers.inference import InferenceSource
 from mkd.models.delta_rule import missing_kernel
@@ -53,6 +54,32 @@ def test_experts_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     assert line(None, None) is line(8, 8, grouped=True) is None
     assert (line(8, 8) or "").startswith("student and teacher: one after another; --moe-grouped-gemm")
     assert (line(None, 8) or "").startswith("teacher: one after another")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, None),
+        ({"moe_aux_loss_coeff": 1e-3}, "+ 0.001 aux_loss (--moe-aux-loss-coeff)"),
+        ({"moe_aux_loss_coeff": 1e-3, "num_experts": None}, None),
+        ({"moe_aux_loss_coeff": 1e-3, "moe_router_load_balancing_type": "none"}, None),
+        (
+            {"moe_aux_loss_coeff": [0.0, 0.5], "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]},
+            "+ 0.5 seq_aux_loss (--moe-aux-loss-coeff)",
+        ),
+        (
+            {"moe_z_loss_coeff": 0.1, "moe_router_enable_expert_bias": True},
+            "+ 0.1 z-loss (--moe-z-loss-coeff); each step moves the biases of experts by 0.001 "
+            "(--moe-router-bias-update-rate) toward equal loads",
+        ),
+        ({"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0}, None),
+    ],
+)
+def test_what_trains_routers_beside_the_objective(changes: dict[str, Any], text: str | None) -> None:
+    args = flags.default_arguments()
+    args.num_experts = 8
+    vars(args).update(changes)
+    assert _routers(args).get("routers") == text
 
 
 @pytest.mark.parametrize(
