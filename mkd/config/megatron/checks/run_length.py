@@ -7,8 +7,8 @@ from mkd.errors import MkdConfigError
 
 REQUIRED: dict[str, tuple[tuple[str, ...], str]] = {
     "--num-layers": (("num_layers",), "the student's size; or give --kd-student-hf"),
-    "--seq-length": (("seq_length",), "tokens per sample"),
-    "--micro-batch-size": (("micro_batch_size",), "samples that a rank computes at once"),
+    "--seq-length": (("seq_length",), "tokens per row"),
+    "--micro-batch-size": (("micro_batch_size",), "rows that a rank computes at once"),
     "--train-iters": (("train_iters", "train_samples"), "iterations to train; or give --train-samples or --kd-epochs"),
     "--lr": (("lr",), "peak learning rate"),
     "--eval-interval": (("eval_interval",), "iterations between evaluations; of any size with --eval-iters 0"),
@@ -17,13 +17,13 @@ REQUIRED: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def check_required(args: Namespace, flag: str) -> None:
-    """Refuse a command line that lacks a flag of `REQUIRED`."""
-    names, meaning = REQUIRED[flag]
-    value = None
-    for name in names:
-        value = value or getattr(args, name)
-    if value is None:
-        raise MkdConfigError(f"{flag} is missing ({meaning})")
+    """Refuse a command line that lacks a flag of `REQUIRED`; the error of the first names the others too."""
+    missing = [each for each, (names, _) in REQUIRED.items() if all(getattr(args, name) is None for name in names)]
+    if flag not in missing:
+        return
+    others = missing[1:] if flag == missing[0] else []
+    also = f"; also missing: {', '.join(others)}" if others else ""
+    raise MkdConfigError(f"{flag} is missing ({REQUIRED[flag][1]}){also}")
 
 
 def check_intervals(args: Namespace) -> None:

@@ -27,6 +27,17 @@ def test_required_flags(name):
         check_required(args, flag)
 
 
+def test_the_first_missing_flag_names_the_others_too():
+    args = layout(train_iters=None, lr=None, eval_interval=2, seq_length=None)
+    found = []
+    for flag in ("--seq-length", "--train-iters", "--lr"):
+        with pytest.raises(MkdConfigError) as caught:
+            check_required(args, flag)
+        found.append(str(caught.value))
+    assert found[0] == "--seq-length is missing (tokens per row); also missing: --train-iters, --lr"
+    assert [message.count("missing") for message in found[1:]] == [1, 1]
+
+
 LENGTHS = dict(train_iters=3, train_samples=None, lr_decay_iters=None, lr_decay_samples=None)
 
 LENGTHS |= dict(lr_warmup_iters=0, lr_warmup_samples=0)
