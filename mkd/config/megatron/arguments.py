@@ -2,7 +2,6 @@
 
 from argparse import Namespace
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.arg_names import ARGS, ArgRole, comparable, in_order
 from mkd.config.megatron.checks.attention import check_attention_kernels, check_context_parallel
 from mkd.config.megatron.checks.batches import check_batch
-from mkd.config.megatron.checks.checkpoints import check_load, check_saving
+from mkd.config.megatron.checks.checkpoints import check_load, check_save, check_saving
 from mkd.config.megatron.checks.cuda_graphs import check_student_graphs
 from mkd.config.megatron.checks.optimizer import check_learning_rate, check_optimizer
 from mkd.config.megatron.checks.parallel_sizes import check_ranks, check_sizes, check_student
@@ -122,12 +121,6 @@ def _set_device_values(line: CommandLine) -> None:
     args.calculate_per_token_loss = True
 
 
-def _check_given(line: CommandLine, flag: str) -> None:
-    if flag == "--train-iters":
-        adopt_epochs(line.args, line.kd.epochs)
-    check_required(line.args, flag)
-
-
 def _check_lengths(line: CommandLine) -> None:
     if line.kd.variable_seq_lengths:
         check_variable_lengths(line.args)
@@ -198,6 +191,7 @@ _GIVEN = ("--seq-length", "--micro-batch-size", "--train-iters", "--lr", "--eval
 
 ARGUMENT_CHECKS: tuple[Check[CommandLine], ...] = (
     Check("--load", lambda line: check_load(line.args, line.kd, line.state), needs=("checkpoint",)),
+    Check("checkpoints in --save", lambda line: check_save(line.args)),
     Check("saving", lambda line: check_saving(line.args, line.kd)),
     Check("optimizer", lambda line: check_optimizer(line.args)),
     Check("parts", lambda line: check_parts(line.args)),
@@ -210,7 +204,11 @@ ARGUMENT_CHECKS: tuple[Check[CommandLine], ...] = (
         lambda line: check_required(line.args, "--num-layers"),
         needs=("architecture", "checkpoint's arguments"),
     ),
-    *(Check(flag, partial(_check_given, flag=flag)) for flag in _GIVEN),
+    Check("length in epochs", lambda line: adopt_epochs(line.args, line.kd.epochs)),
+    *(
+        Check(flag, lambda line, flag=flag: check_required(line.args, flag), needs=("length in epochs",))
+        for flag in _GIVEN
+    ),
     Check("intervals", lambda line: check_intervals(line.args), needs=("--eval-interval",)),
     Check("alternatives", lambda line: check_alternatives(line.args), needs=("--train-iters",)),
     Check("learning rate", lambda line: check_learning_rate(line.args), needs=("alternatives", "--lr")),

@@ -103,3 +103,14 @@ def check_load(args: Namespace, kd: KDConfig, state: RunState) -> None:
     remedy = hf_hint(Path(args.load), "--pretrained-checkpoint")
     remedy = remedy or ": correct the path, or leave --load out to start from step 0"
     raise MkdCheckpointError(f"--load {args.load} has no checkpoint (no {TRACKER} there){remedy}")
+
+
+def check_save(args: Namespace) -> None:
+    """Refuse to replace the checkpoints of another run: those in a --save folder that --load does not name."""
+    if not has_checkpoint(args.save) or saves_where_it_loads(args):
+        return
+    start = "at iteration 0" if args.load is None else f"from --load {args.load}"
+    raise MkdCheckpointError(
+        f"--save {args.save} has checkpoints already, and this job would begin {start} and replace them: give --load "
+        f"{args.save} to resume their run, or another --save"
+    )

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mkd.config.megatron.checks.checkpoints import check_saving, has_checkpoint
-from mkd.errors import MkdConfigError
+from mkd.config.megatron.checks.checkpoints import check_save, check_saving, has_checkpoint
+from mkd.errors import MkdCheckpointError, MkdConfigError
 from tests.unit.config.megatron.checks.test_written_texts import arguments, kd
 
 
@@ -14,6 +14,22 @@ def test_has_checkpoint(tmp_path: Path):
     assert not has_checkpoint(str(tmp_path))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     assert has_checkpoint(str(tmp_path))
+
+
+def test_the_checkpoints_of_another_run_are_not_replaced(tmp_path: Path) -> None:
+    save, other = tmp_path / "save", tmp_path / "other"
+    save.mkdir()
+    check_save(arguments(save=str(save), load=None))
+    (save / "latest_checkpointed_iteration.txt").write_text("3")
+    check_save(arguments(save=str(save), load=str(save)))
+    check_save(arguments(save=None, load=str(save)))
+    for load, start in ((None, "at iteration 0"), (str(other), f"from --load {other}")):
+        with pytest.raises(MkdCheckpointError) as caught:
+            check_save(arguments(save=str(save), load=load))
+        assert str(caught.value) == (
+            f"--save {save} has checkpoints already, and this job would begin {start} and replace them: give --load "
+            f"{save} to resume their run, or another --save"
+        )
 
 
 def test_checkpoints_that_nobody_saves_or_reads() -> None:
