@@ -11,6 +11,7 @@ SERVED_FIELDS = (
     *("teacher_samples", "teacher_states_dir", "teacher_head_hf"),
 )
 """Fields of teachers behind --kd-teacher-url."""
+_SCHEMES = ("http://", "https://", "tcp://", "ipc://")
 
 
 def check_served(kd: KDFields) -> None:
@@ -53,6 +54,12 @@ def check_inference_server(kd: KDFields) -> None:
     if kd.teacher_url is None:
         return
     urls = " ".join(kd.teacher_url)
+    for url in kd.teacher_url:
+        if not url.startswith(_SCHEMES):
+            raise MkdConfigError(
+                f"--kd-teacher-url {url} begins with none of {', '.join(_SCHEMES)}: give http://HOST:PORT for vLLM or "
+                "SGLang, or tcp://HOST:PORT or ipc:///FOLDER/NAME for mkd serve-teacher"
+            )
     if len({url.startswith(("tcp://", "ipc://")) for url in kd.teacher_url}) > 1:
         raise MkdConfigError(
             f"--kd-teacher-url {urls} has addresses of two kinds: give tcp and ipc addresses, or http addresses"

@@ -3,6 +3,7 @@
 import http.client
 import io
 import os
+import re
 import socket
 import time
 from collections.abc import Buffer, Sequence
@@ -24,6 +25,8 @@ _QUOTED = 400
 _TRANSIENT = {408, 425, 429}
 _NEVER = {501, 505}
 """Statuses of 500 and above with which a server answers a request that it does not know at all."""
+_INTERNALS = re.compile(r"_Timed\w+\([^()]*\): ")
+"""What urllib3 writes before the cause: a class of this file with host and port, which are in the message already."""
 
 
 class ServerLost(Exception):
@@ -277,4 +280,4 @@ def pause_s(failures: int, first_s: float, longest_s: float) -> float:
 def _reason(error: Exception) -> str:
     """The last part of a chain of errors, which names the cause."""
     text = str(error)
-    return text.rpartition("Caused by ")[2] or text
+    return _INTERNALS.sub("", text.rpartition("Caused by ")[2] or text)

@@ -56,6 +56,10 @@ def wait_for_server[T](request: Callable[[], T], origin: str, timeout_s: float) 
             time.sleep(_PAUSE_S)
 
 
+_UNKNOWN_PATH = (404, 405, 501)
+"""Statuses with which a server answers that does not have a path."""
+
+
 def find_model(server: HttpServer, address: ServerAddress, api: str, flag: str) -> ModelCard:
     """Find the model of a server.
 
@@ -69,7 +73,15 @@ def find_model(server: HttpServer, address: ServerAddress, api: str, flag: str) 
         ServerLost: the server does not answer now.
         MkdTeacherError: it is not an inference server, or the choice of a model or protocol is not clear.
     """
-    answer = server.get("/v1/models", _MOST_BYTES)
+    try:
+        answer = server.get("/v1/models", _MOST_BYTES)
+    except ServerRefusal as error:
+        if error.answer not in _UNKNOWN_PATH:
+            raise
+        raise MkdTeacherError(
+            f"{flag} {address} has no /v1/models (status {error.answer}): this is neither vLLM nor SGLang; correct the "
+            "address"
+        ) from None
     try:
         cards = [card for card in answer["data"][:_MOST_MODELS] if _is_name(card["id"])]
         names = [card["id"] for card in cards]

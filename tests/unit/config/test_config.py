@@ -73,6 +73,7 @@ def config(**changes: object) -> KDConfig:
         ({"teacher_api": "sglang"}, ["--kd-teacher-api is sglang", "give --kd-teacher-url"]),
         ({**SCORED, "teacher_api": "mkd"}, ["--kd-teacher-api is mkd", "give tcp://HOST:PORT"]),
         ({**SCORED, "teacher_api": "tgi"}, ["--kd-teacher-api is 'tgi'", "vllm"]),
+        ({**SERVED, "teacher_url": ["a:1"]}, ["--kd-teacher-url a:1 begins with none of", "http://HOST:PORT for vLLM"]),
         ({**SCORED, "teacher_url": ["http://a:1", "tcp://b:1"]}, ["addresses of two kinds"]),
         ({**SCORED, "teacher_url": ["http://a:1", "ipc:///b/c"]}, ["addresses of two kinds"]),
         ({**SCORED, "top_k": None}, ["http://a:1 is an inference server", "--kd-top-k K", "--max-logprobs K"]),

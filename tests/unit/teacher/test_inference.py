@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -314,6 +315,30 @@ def test_finding_the_model(vllm: StandIn, fault: str, api: str, url: str, words:
         return
     with pytest.raises(MkdTeacherError, match=words):
         find_model(server, address, api, FLAG)
+
+
+@pytest.mark.parametrize("status", [404, 405, 501])
+def test_a_server_of_another_kind(status: int) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(status)
+
+    with HTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.handle_request).start()
+        address = ServerAddress.parse(FLAG, f"http://127.0.0.1:{other.server_port}")
+        words = rf"{FLAG} {address} has no /v1/models \(status {status}\): this is neither vLLM nor SGLang"
+        with pytest.raises(MkdTeacherError, match=words):
+            find_model(HttpServer(address, 5.0), address, "auto", FLAG)
+
+
+def test_no_server_in_words_of_the_system() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        address = ServerAddress.parse(FLAG, f"http://127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(ServerLost) as error:
+            HttpServer(address, 5.0).get("/v1/models", 100)
+    refused = "Failed to establish a new connection: [Errno 111] Connection refused"
+    assert str(error.value) == f"{address} does not answer: {refused}"
 
 
 @pytest.mark.parametrize(
