@@ -26,7 +26,7 @@ _TRANSIENT = {408, 425, 429}
 _NEVER = {501, 505}
 """Statuses of 500 and above with which a server answers a request that it does not know at all."""
 _INTERNALS = re.compile(r"_Timed\w+\([^()]*\): ")
-"""What urllib3 writes before the cause: a class of this file with host and port, which are in the message already."""
+"""Text of urllib3 before the cause: a class of this file with host and port, which the message has already."""
 
 
 class ServerLost(Exception):
