@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mkd.checkpoint.integrity import DAMAGE, changed_files, changed_index, find_damage
+from mkd.checkpoint.megatron.integrity import DAMAGE, changed_files, changed_index, find_damage
 from mkd.checkpoint.tokenizer_hash import ASSETS, hash_hex, tokenizer_hash
 from mkd.compat.unpickling import allowed_classes_only, load_object
 from mkd.errors import MkdCheckpointError, MkdError

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mkd.checkpoint.integrity import changed_files, find_damage
+from mkd.checkpoint.megatron.integrity import changed_files, find_damage
 from mkd.checkpoint.megatron_folder import TRACKER, TRACKER_BYTES, iteration_name, iteration_of, tracked_folder
 from mkd.checkpoint.ranks import gather_objects
 from mkd.config.megatron.arg_names import ArgRole, comparable, names_with

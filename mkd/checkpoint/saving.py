@@ -25,7 +25,7 @@ from typing import Any, TextIO
 import torch.distributed as dist
 
 from mkd.checkpoint.claim import FolderClaim
-from mkd.checkpoint.integrity import hash_files, take_hashes, write_manifest
+from mkd.checkpoint.megatron.integrity import hash_files, take_hashes, write_manifest
 from mkd.checkpoint.ranks import gather_objects
 from mkd.config.run_state import RunState
 from mkd.utils.atomic_files import free_bytes, rename, replacing, sync_file, sync_folder

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mkd.checkpoint.integrity import changed_files, find_damage
+from mkd.checkpoint.megatron.integrity import changed_files, find_damage
 from tests.support.e2e.quick_python import serving
 from tests.support.e2e.small_job import ROOT, Result, SmallJob, make_small_job, run, under_torchrun, write_data
 from tests.support.small_disk import small_disk

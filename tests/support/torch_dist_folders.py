@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from mkd.checkpoint.integrity import file_hash, write_manifest
+from mkd.checkpoint.megatron.integrity import file_hash, write_manifest
 
 SHARD = "__0_0.distcp"
 

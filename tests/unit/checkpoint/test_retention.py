@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from mkd.checkpoint.best import FILE, BestCheckpoint
-from mkd.checkpoint.integrity import find_damage
+from mkd.checkpoint.megatron.integrity import find_damage
 from mkd.checkpoint.megatron_folder import TRACKER
 from mkd.checkpoint.resume_point import select
 from mkd.checkpoint.retention import Retention
