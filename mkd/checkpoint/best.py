@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mkd.checkpoint.megatron_folder import iteration_name, iteration_of
+from mkd.checkpoint.megatron.folder import iteration_name, iteration_of
 from mkd.config.values import BestMetric
 from mkd.errors import MkdCheckpointError
 from mkd.utils.atomic_files import replacing

@@ -14,7 +14,7 @@ from mkd.checkpoint.hf.export import MODEL_KEYS, architecture_of
 from mkd.checkpoint.hf.families.vision_language import VisionLanguage
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.whole_model import stored_architecture
-from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.checkpoint.megatron.folder import MegatronFolder
 from mkd.config.megatron.arg_names import labels
 from mkd.errors import MkdCheckpointError
 from mkd.models.lora import KEY_PREFIX

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mkd.checkpoint.casts import count_not_finite, listed, name_of
-from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.checkpoint.megatron.folder import MegatronFolder
 from mkd.compat.unpickling import allowed_classes_only
 
 

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mkd.checkpoint.megatron.folder import TRACKER, TRACKER_BYTES, iteration_name, iteration_of, tracked_folder
 from mkd.checkpoint.megatron.integrity import changed_files, find_damage
-from mkd.checkpoint.megatron_folder import TRACKER, TRACKER_BYTES, iteration_name, iteration_of, tracked_folder
 from mkd.checkpoint.ranks import gather_objects
 from mkd.config.megatron.arg_names import ArgRole, comparable, names_with
 from mkd.config.run_state import RunState

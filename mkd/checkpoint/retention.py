@@ -7,7 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mkd.checkpoint.best import BestCheckpoint
-from mkd.checkpoint.megatron_folder import iteration_name, iteration_of
+from mkd.checkpoint.megatron.folder import iteration_name, iteration_of
 from mkd.utils.atomic_files import remove_folder
 from mkd.utils.logging import logger
 

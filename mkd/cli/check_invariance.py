@@ -165,7 +165,7 @@ def compare_parameters(one_rank: Path, layout: Path, steps: int, tolerance: floa
     runs after the last step relative to that norm. One tensor of each checkpoint is in memory at a time."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from mkd.checkpoint.megatron_folder import MegatronFolder
+    from mkd.checkpoint.megatron.folder import MegatronFolder
 
     folders = [
         MegatronFolder(root / f"iter_{iteration:07d}", "--save")

@@ -43,7 +43,7 @@ def export_command(args: argparse.Namespace) -> None:
     from mkd.checkpoint.adapters.export import export_merged, export_peft
     from mkd.checkpoint.hf.export import export_hf
     from mkd.checkpoint.hf.whole_model import stored_architecture
-    from mkd.checkpoint.megatron_folder import MegatronFolder
+    from mkd.checkpoint.megatron.folder import MegatronFolder
 
     folder, dtype = MegatronFolder(args.load, "--load"), args.dtype and DTYPES[args.dtype]
     if folder.base_fingerprint is None:
@@ -78,7 +78,7 @@ def verify_command(args: argparse.Namespace) -> None:
     from mkd.checkpoint.compare import check_length, check_same_sizes, compare, random_tokens, tokens_of_text
     from mkd.checkpoint.hf.check import check_tensors, read_architecture
     from mkd.checkpoint.hf.folder import HFFolder
-    from mkd.checkpoint.megatron_folder import MegatronFolder
+    from mkd.checkpoint.megatron.folder import MegatronFolder
 
     if args.rows < 1 or args.length < 2:
         raise MkdConfigError(f"--rows is {args.rows} and --length {args.length}; at least 1 and 2 are needed")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mkd.checkpoint.megatron_folder import TRACKER
+from mkd.checkpoint.megatron.folder import TRACKER
 from tests.chaos.jobs import LAYOUTS, ONE_RANK, STEPS, Trainings, describe
 from tests.chaos.lab import Lab, Outcome
 from tests.chaos.sandbox import Faults

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mkd.checkpoint.megatron_folder import TRACKER
+from mkd.checkpoint.megatron.folder import TRACKER
 from tests.chaos.lab import Lab
 from tests.chaos.sandbox import Ended, Job, run
 from tests.chaos.verdicts import EQUAL, SILENT, Verdict, last_line, metrics

@@ -50,7 +50,7 @@ class RandomSignals:
 
 def _is_finished(save: Path) -> bool:
     """True if the last step is saved. A training that a signal stopped earlier has status 0 too."""
-    from mkd.checkpoint.megatron_folder import TRACKER
+    from mkd.checkpoint.megatron.folder import TRACKER
     from tests.chaos.jobs import STEPS
 
     return (save / TRACKER).is_file() and (save / TRACKER).read_text() == str(STEPS)

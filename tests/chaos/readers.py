@@ -19,8 +19,8 @@ from mkd.checkpoint.hf.check import check_tensors, read_architecture
 from mkd.checkpoint.hf.folder import WHOLE_MODEL, HFFolder, store_assets
 from mkd.checkpoint.hf.model_card import model_card
 from mkd.checkpoint.hf.whole_model import WholeModel
+from mkd.checkpoint.megatron.folder import MegatronFolder
 from mkd.checkpoint.megatron.integrity import changed_files, find_damage
-from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.tokenizer_hash import ASSETS, tokenizer_hash
 from mkd.config.run_file import read_file, record_of
 from mkd.data.sources.conversation import Conversation

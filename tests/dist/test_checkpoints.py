@@ -9,8 +9,8 @@ from mkd.checkpoint.hf import writer as hf_writer
 from mkd.checkpoint.hf.folder import HFFolder, store_assets
 from mkd.checkpoint.hf.import_ import import_hf
 from mkd.checkpoint.hf.snapshot import Snapshots
+from mkd.checkpoint.megatron.folder import TRACKER
 from mkd.checkpoint.megatron.integrity import INTEGRITY, changed_files
-from mkd.checkpoint.megatron_folder import TRACKER
 from mkd.checkpoint.resume_point import check_same_teacher_everywhere, resolve, select
 from mkd.checkpoint.saving import Saving
 from mkd.errors import MkdCheckpointError

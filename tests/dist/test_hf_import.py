@@ -6,7 +6,7 @@ import torch
 from mkd.checkpoint.hf.export import export_hf
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.import_ import import_hf
-from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.checkpoint.megatron.folder import MegatronFolder
 from mkd.checkpoint.megatron_load import load_megatron_weights
 from mkd.errors import MkdCheckpointError
 from tests.support.dist.gpt_models import build_chunks, layout, run_stages

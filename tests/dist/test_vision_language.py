@@ -17,7 +17,7 @@ from transformers import AutoModelForImageTextToText
 from mkd.checkpoint.hf.export import export_hf
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.import_ import import_hf
-from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.checkpoint.megatron.folder import MegatronFolder
 from tests.dist.test_family_steps import References, assert_two_steps
 from tests.dist.test_hf_families import LAYOUTS, TOKENS, equal, errors_of_model
 from tests.support.dist.gpt_models import layout

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mkd.checkpoint.hf.folder import HFFolder
-from mkd.checkpoint.megatron_folder import TRACKER
+from mkd.checkpoint.megatron.folder import TRACKER
 from mkd.data.segments import segment_hash
 from mkd.errors import MkdCacheError, MkdConfigError
 from mkd.job.job import Job

@@ -14,8 +14,8 @@ from mkd.checkpoint.hf.families import family_of
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.import_ import import_hf
 from mkd.checkpoint.hf.model_card import model_card
+from mkd.checkpoint.megatron.folder import TRACKER, MegatronFolder
 from mkd.checkpoint.megatron.integrity import file_hash
-from mkd.checkpoint.megatron_folder import TRACKER, MegatronFolder
 from mkd.config.flags import default_arguments
 from mkd.errors import MkdCheckpointError
 from tests.support.e2e.small_job import ROOT, run

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mkd.checkpoint.megatron_folder import TRACKER
+from mkd.checkpoint.megatron.folder import TRACKER
 from tests.support.chats import MARKED, chat_tokenizer, talk, write_lines
 from tests.support.e2e.quick_python import serving
 from tests.support.e2e.small_job import ROOT, VOCAB, SmallJob, free_port, make_small_job, text

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from mkd.checkpoint.hf.export import export_hf
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.import_ import import_hf
-from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.checkpoint.megatron.folder import MegatronFolder
 from tests.e2e.test_pretrain import PP2, SIX, TP2, cut_back, trained, weights
 from tests.support.e2e.small_job import STUDENT, TEACHER, Result, SmallJob, make_small_job, run
 from tests.support.hf_folders import read_weights

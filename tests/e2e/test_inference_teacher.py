@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import LlamaForCausalLM
 
-from mkd.checkpoint.megatron_folder import TRACKER
+from mkd.checkpoint.megatron.folder import TRACKER
 from mkd.teacher.inference.known_text import NAME
 from tests.support.e2e.small_job import VOCAB, SmallJob, make_small_job, run
 from tests.support.inference_server import HFStates, StandIn, table_model

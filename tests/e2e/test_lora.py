@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from mkd.checkpoint.adapters.peft_folder import PeftFolder, open_hf_folder
 from mkd.checkpoint.hf.folder import HFFolder
-from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.checkpoint.megatron.folder import MegatronFolder
 from mkd.cli.convert import main as convert
 from mkd.config.lora import LoraOptions
 from mkd.errors import MkdConfigError

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.import_ import import_hf
-from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.checkpoint.megatron.folder import MegatronFolder
 from tests.support.e2e.small_job import ROOT, SCRIPT, Result, SmallJob, make_small_job, run, under_torchrun
 
 PP2 = {"--pipeline-model-parallel-size": 2}

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM
 
 from mkd.checkpoint.hf.folder import HFFolder
-from mkd.checkpoint.megatron_folder import TRACKER, MegatronFolder
+from mkd.checkpoint.megatron.folder import TRACKER, MegatronFolder
 from tests.support.e2e.small_job import ROOT, Result, SmallJob, make_small_job, run
 
 KILLER = ROOT / "tests" / "support" / "e2e" / "killer.py"

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from mkd.checkpoint.megatron_folder import TRACKER
+from mkd.checkpoint.megatron.folder import TRACKER
 from mkd.cli import launch
 from tests.support.e2e.launch import _rank
 from tests.support.e2e.quick_python import serving

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from mkd.checkpoint.megatron_folder import TRACKER
+from mkd.checkpoint.megatron.folder import TRACKER
 from tests.e2e.test_resume import EIGHT, SHARDED, tensors
 from tests.support.e2e import small_job
 from tests.support.e2e.quick_python import serving

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mkd.checkpoint.megatron_folder import TRACKER
+from mkd.checkpoint.megatron.folder import TRACKER
 from mkd.report.run_log import RunLog
 from tests.e2e.test_resume import SHARDED, Attempts
 from tests.support.e2e.quick_python import serving

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mkd.checkpoint.megatron_folder import TRACKER
+from mkd.checkpoint.megatron.folder import TRACKER
 from tests.support.e2e.small_job import ROOT, make_small_job
 
 pytestmark = pytest.mark.slow

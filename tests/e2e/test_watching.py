@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mkd.checkpoint.megatron_folder import TRACKER
+from mkd.checkpoint.megatron.folder import TRACKER
 from tests.e2e.test_resume import SHARDED, Attempts, steps, tensors
 from tests.support.e2e.small_job import Result, SmallJob, make_small_job, run
 

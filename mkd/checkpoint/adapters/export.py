@@ -17,7 +17,7 @@ from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.model_card import model_card
 from mkd.checkpoint.hf.whole_model import WholeModel, stored_architecture
 from mkd.checkpoint.hf.writer import StagedFolder, WeightsWriter, plan_bytes, write_json
-from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.checkpoint.megatron.folder import MegatronFolder
 from mkd.utils.progress import ByteProgress
 from mkd.utils.tokenizer_files import TOKENIZER_FILES
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.checkpoint.megatron.folder import MegatronFolder
 from mkd.config.lora import LoraOptions
 from mkd.errors import MkdConfigError
 from mkd.models.adapted_layers import AdaptedLinear, short_name

@@ -29,7 +29,7 @@ from mkd.checkpoint.hf.writer import (
     plan_bytes,
     write_json,
 )
-from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.checkpoint.megatron.folder import MegatronFolder
 from mkd.config.flags import default_arguments
 from mkd.config.megatron.arg_names import ArgRole, comparable, in_order, names_with
 from mkd.errors import MkdCheckpointError

@@ -4,7 +4,7 @@ import html
 from pathlib import Path
 from typing import Any
 
-from mkd.checkpoint.megatron_folder import MegatronFolder, iteration_of
+from mkd.checkpoint.megatron.folder import MegatronFolder, iteration_of
 from mkd.errors import visible
 from mkd.utils.json_files import parse_json, read_json, read_regular
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mkd.checkpoint.hf.export import HFExport
-from mkd.checkpoint.megatron_folder import MegatronFolder, iteration_of
+from mkd.checkpoint.megatron.folder import MegatronFolder, iteration_of
 from mkd.checkpoint.ranks import run_on_all_ranks
 from mkd.errors import MkdCheckpointError
 from mkd.utils.atomic_files import remove_folder, rename, sync_file, sync_folder

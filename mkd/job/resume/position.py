@@ -6,7 +6,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.checkpoint.megatron.folder import MegatronFolder
 from mkd.checkpoint.resume_point import ResumePoint
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.arg_names import ArgRole, names_with

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mkd.checkpoint.megatron_folder import TRACKER
+from mkd.checkpoint.megatron.folder import TRACKER
 from mkd.checkpoint.tokenizer_hash import hash_hex
 from mkd.config.kd_config import KDConfig
 from mkd.distributed.groups import Groups

@@ -12,7 +12,7 @@ from mkd.checkpoint.hf.check import check_tensors, read_architecture
 from mkd.checkpoint.hf.export import export_hf
 from mkd.checkpoint.hf.folder import INDEX, WEIGHTS, HFFolder
 from mkd.checkpoint.hf.import_ import import_hf
-from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.checkpoint.megatron.folder import MegatronFolder
 from mkd.checkpoint.source import ModelSource
 from mkd.errors import MkdCheckpointError
 from tests.support.hf_folders import add_tokenizer, change_json, change_weights, make_llama, make_model, read_weights

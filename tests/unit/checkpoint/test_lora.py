@@ -10,7 +10,7 @@ from mkd import cpu
 from mkd.checkpoint.adapters.layers import adapted_linears
 from mkd.checkpoint.adapters.stored import StoredAdapters
 from mkd.checkpoint.hf.families import FAMILIES, family_by_name
-from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.checkpoint.megatron.folder import MegatronFolder
 from mkd.config.kd_config import KDConfig
 from mkd.config.lora import LoraOptions
 from mkd.config.megatron.checks.adapters import check_latent_adapters, check_lora_arguments, check_query_groups

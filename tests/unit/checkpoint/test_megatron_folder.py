@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from mkd.checkpoint.hf.folder import HFFolder, store_assets
-from mkd.checkpoint.megatron_folder import TRACKER, MegatronFolder
+from mkd.checkpoint.megatron.folder import TRACKER, MegatronFolder
 from mkd.errors import MkdCheckpointError
 from tests.support.hf_folders import add_tokenizer, make_llama
 

@@ -20,7 +20,7 @@ from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.export import export_hf
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.import_ import import_hf
-from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.checkpoint.megatron.folder import MegatronFolder
 from mkd.config.lora import LoraOptions
 from mkd.errors import MkdCheckpointError
 from tests.dist.test_hf_families import MODELS, NO_SPECIAL_TOKENS, TOKENS

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.validation import save_integrity_manifest, verify_integrity_manifest
 
+from mkd.checkpoint.megatron.folder import TRACKER
 from mkd.checkpoint.megatron.integrity import INTEGRITY, changed_files, find_damage
-from mkd.checkpoint.megatron_folder import TRACKER
 from mkd.checkpoint.resume_point import changed_settings, check_same_job, check_teacher, resolve, select
 from mkd.checkpoint.saving import OWNER, Saving
 from mkd.config.run_state import RunState

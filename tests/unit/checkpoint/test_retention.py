@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from mkd.checkpoint.best import FILE, BestCheckpoint
+from mkd.checkpoint.megatron.folder import TRACKER
 from mkd.checkpoint.megatron.integrity import find_damage
-from mkd.checkpoint.megatron_folder import TRACKER
 from mkd.checkpoint.resume_point import select
 from mkd.checkpoint.retention import Retention
 from mkd.errors import MkdCheckpointError

@@ -16,7 +16,7 @@ from mkd.checkpoint.hf.check import check_tensors, read_architecture
 from mkd.checkpoint.hf.export import export_hf
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.import_ import import_hf
-from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.checkpoint.megatron.folder import MegatronFolder
 from mkd.checkpoint.prune.depth import PrunableTeacher, select_layers
 from mkd.checkpoint.staged_reads import Staging
 from mkd.cli import convert

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.training import checkpointing, training
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mkd.checkpoint.megatron_folder import TRACKER
+from mkd.checkpoint.megatron.folder import TRACKER
 from mkd.compat.checkpoints import (
     _bytes_to_save,
     install_checkpoint_hooks,

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import BytesIOWriteData, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from mkd.checkpoint.megatron.folder import TRACKER, MegatronFolder
 from mkd.checkpoint.megatron.integrity import find_damage
-from mkd.checkpoint.megatron_folder import TRACKER, MegatronFolder
 from mkd.compat.checkpoints import with_load_errors
 from mkd.compat.unpickling import IndexUnpickler, allowed_classes_only, load_object, read_index
 from mkd.errors import MkdCheckpointError

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mkd.checkpoint.megatron_folder import TRACKER
+from mkd.checkpoint.megatron.folder import TRACKER
 from mkd.config.kd_config import KDConfig
 from mkd.errors import MkdCacheError, MkdConfigError, MkdNumericError, MkdTeacherError, MkdTeacherTimeout
 from mkd.job.cache_build.inspect import merge

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mkd.checkpoint.hf.folder import HFFolder
-from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.checkpoint.megatron.folder import MegatronFolder
 from mkd.config.megatron.checks.checkpoints import check_load
 from mkd.config.run_state import RunState
 from mkd.errors import MkdCheckpointError
