@@ -21,7 +21,7 @@ from torch import Tensor
 from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.megatron.folder import MegatronFolder
-from mkd.checkpoint.megatron_load import load_megatron_weights
+from mkd.checkpoint.megatron.load import load_megatron_weights
 from mkd.checkpoint.ranks import one_rank
 from mkd.config.flags import default_arguments
 from mkd.config.megatron.teacher_args import teacher_arguments

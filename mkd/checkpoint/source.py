@@ -17,7 +17,7 @@ from mkd.checkpoint.hf.families import Family
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.load import load_hf_weights
 from mkd.checkpoint.megatron.folder import MegatronFolder
-from mkd.checkpoint.megatron_load import load_megatron_weights
+from mkd.checkpoint.megatron.load import load_megatron_weights
 from mkd.checkpoint.tokenizer_difference import TokenizerDifference, tokenizer_difference
 from mkd.checkpoint.tokenizer_hash import hash_hex
 from mkd.errors import MkdConfigError

@@ -19,7 +19,7 @@ from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.import_ import import_hf
 from mkd.checkpoint.hf.load import load_hf_weights
 from mkd.checkpoint.megatron.folder import MegatronFolder
-from mkd.checkpoint.megatron_load import load_megatron_weights
+from mkd.checkpoint.megatron.load import load_megatron_weights
 from tests.support.dist.gpt_models import build_from_arguments, layout, run_stages
 from tests.support.hf_folders import LLAMA3_ROPE, make_model, read_weights, reference_logits
 from tests.support.hf_models import (

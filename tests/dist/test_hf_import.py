@@ -7,7 +7,7 @@ from mkd.checkpoint.hf.export import export_hf
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.import_ import import_hf
 from mkd.checkpoint.megatron.folder import MegatronFolder
-from mkd.checkpoint.megatron_load import load_megatron_weights
+from mkd.checkpoint.megatron.load import load_megatron_weights
 from mkd.errors import MkdCheckpointError
 from tests.support.dist.gpt_models import build_chunks, layout, run_stages
 from tests.support.hf_folders import LLAMA3_ROPE, change_weights, make_llama, read_weights, reference_logits

@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from mkd.checkpoint.megatron_load import rename_to_stored_norms
+from mkd.checkpoint.megatron.load import rename_to_stored_norms
 
 LOCAL = "decoder.layers.mlp.linear_fc1.layer_norm_weight"
 TRANSFORMER_ENGINE = "decoder.layers.pre_mlp_layernorm.weight"
