@@ -26,8 +26,8 @@ from mkd.checkpoint.hf.layouts import TensorShard
 from mkd.checkpoint.hf.load import read_item
 from mkd.checkpoint.hf.tables import Item
 from mkd.checkpoint.hf.writer import StagedFolder
-from mkd.checkpoint.lazy_save import LazyTensors, save
 from mkd.checkpoint.megatron.folder import TRACKER
+from mkd.checkpoint.megatron.lazy_save import LazyTensors, save
 from mkd.checkpoint.ranks import all_ranks
 from mkd.config.flags import default_arguments
 from mkd.cpu.flags import set_cpu_values
