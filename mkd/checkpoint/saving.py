@@ -24,7 +24,7 @@ from typing import Any, TextIO
 
 import torch.distributed as dist
 
-from mkd.checkpoint.claim import FolderClaim
+from mkd.checkpoint.megatron.claim import FolderClaim
 from mkd.checkpoint.megatron.integrity import hash_files, take_hashes, write_manifest
 from mkd.checkpoint.ranks import gather_objects
 from mkd.config.run_state import RunState
@@ -34,7 +34,7 @@ from mkd.utils.parent_process import exit_with
 from mkd.utils.stop_signals import ignore_stop_signals
 
 OWNER = "saving_job.txt"
-"""File in --save with the job that claimed the folder last (`mkd.checkpoint.claim`)."""
+"""File in --save with the job that claimed the folder last (`mkd.checkpoint.megatron.claim`)."""
 
 
 class Saving:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from mkd.checkpoint.claim import FolderClaim
+from mkd.checkpoint.megatron.claim import FolderClaim
 from mkd.checkpoint.ranks import run_on_all_ranks
 from mkd.errors import MkdCheckpointError
 from mkd.utils.atomic_files import partial_path, remove_folder, rename, sync_file, sync_folder
@@ -16,7 +16,7 @@ _NAME = "step_"
 _MARK = ".mkd_rollout"
 """Empty file in each folder: folders of other programs, which may have such names too, are never removed."""
 OWNER = "writing_job.txt"
-"""File with the job that claimed the folder last (`mkd.checkpoint.claim`)."""
+"""File with the job that claimed the folder last (`mkd.checkpoint.megatron.claim`)."""
 FLAG = "--kd-rollout-weights"
 
 
