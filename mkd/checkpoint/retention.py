@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from mkd.checkpoint.best import BestCheckpoint
+from mkd.checkpoint.megatron.best import BestCheckpoint
 from mkd.checkpoint.megatron.folder import iteration_name, iteration_of
 from mkd.utils.atomic_files import remove_folder
 from mkd.utils.logging import logger

@@ -4,8 +4,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from mkd.checkpoint.adapters.export import write_snapshot
-from mkd.checkpoint.best import BestCheckpoint
 from mkd.checkpoint.hf.snapshot import Snapshots
+from mkd.checkpoint.megatron.best import BestCheckpoint
 from mkd.checkpoint.megatron.saving import Saving
 from mkd.checkpoint.retention import Retention
 from mkd.config.kd_config import KDConfig

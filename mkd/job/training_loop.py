@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mkd.checkpoint.best import BestCheckpoint
+from mkd.checkpoint.megatron.best import BestCheckpoint
 from mkd.data.text_size import TextSize
 from mkd.job.job import Job
 from mkd.job.run_record import RunRecord

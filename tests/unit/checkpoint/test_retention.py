@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from mkd.checkpoint.best import FILE, BestCheckpoint
+from mkd.checkpoint.megatron.best import FILE, BestCheckpoint
 from mkd.checkpoint.megatron.folder import TRACKER
 from mkd.checkpoint.megatron.integrity import find_damage
 from mkd.checkpoint.resume_point import select
