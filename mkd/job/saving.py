@@ -6,8 +6,8 @@ from pathlib import Path
 from mkd.checkpoint.adapters.export import write_snapshot
 from mkd.checkpoint.hf.snapshot import Snapshots
 from mkd.checkpoint.megatron.best import BestCheckpoint
+from mkd.checkpoint.megatron.retention import Retention
 from mkd.checkpoint.megatron.saving import Saving
-from mkd.checkpoint.retention import Retention
 from mkd.config.kd_config import KDConfig
 from mkd.config.run_state import RunState
 from mkd.job.resume.optimizer import RESHARDABLE

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from mkd.checkpoint.megatron.best import FILE, BestCheckpoint
 from mkd.checkpoint.megatron.folder import TRACKER
 from mkd.checkpoint.megatron.integrity import find_damage
+from mkd.checkpoint.megatron.retention import Retention
 from mkd.checkpoint.resume_point import select
-from mkd.checkpoint.retention import Retention
 from mkd.errors import MkdCheckpointError
 from tests.support.torch_dist_folders import name_of, write_checkpoint
 
@@ -169,6 +169,6 @@ def test_a_folder_that_cannot_be_removed_is_a_warning(
     def refuse(path: Path) -> None:
         raise PermissionError("read-only")
 
-    monkeypatch.setattr("mkd.checkpoint.retention.remove_folder", refuse)
+    monkeypatch.setattr("mkd.checkpoint.megatron.retention.remove_folder", refuse)
     Retention(save, 4).remove_old(save / name_of(10))
     assert "iter_0000002 cannot be removed (read-only)" in capsys.readouterr().out
