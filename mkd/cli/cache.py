@@ -29,7 +29,7 @@ def write(args: argparse.Namespace, flags: list[str]) -> None:
     prepare(flags)
     from megatron.training import initialize_megatron
 
-    from mkd.checkpoint.resume_point import check_same_teacher_everywhere
+    from mkd.checkpoint.megatron.resume_point import check_same_teacher_everywhere
     from mkd.compat.refusals import megatron_refusals
     from mkd.compat.stopping import StopSignals
     from mkd.distributed.groups import Groups

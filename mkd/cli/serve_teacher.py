@@ -22,7 +22,7 @@ def serve(own: argparse.Namespace, words: list[str]) -> None:
     prepare(words)
     from megatron.training import initialize_megatron
 
-    from mkd.checkpoint.resume_point import check_same_teacher_everywhere
+    from mkd.checkpoint.megatron.resume_point import check_same_teacher_everywhere
     from mkd.compat.refusals import megatron_refusals
     from mkd.compat.stopping import StopSignals
     from mkd.distributed.rank_env import check_rendezvous

@@ -16,7 +16,7 @@ from mkd.checkpoint.adapters.layers import adapted_linears
 from mkd.checkpoint.adapters.peft_folder import PeftFolder, is_peft_folder
 from mkd.checkpoint.adapters.stored import StoredAdapters, short_names
 from mkd.checkpoint.megatron.folder import MegatronFolder
-from mkd.checkpoint.resume_point import ResumePoint
+from mkd.checkpoint.megatron.resume_point import ResumePoint
 from mkd.checkpoint.source import EnsembleSource, ModelSource, TeacherSource, fewest_positions
 from mkd.config.check_list import Check, Sink
 from mkd.config.lora import LoraOptions

@@ -3,7 +3,7 @@
 import math
 from argparse import Namespace
 
-from mkd.checkpoint.resume_point import ResumePoint
+from mkd.checkpoint.megatron.resume_point import ResumePoint
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.checks.optimizer import check_learning_rate
 from mkd.config.megatron.epochs import iterations_are_unknown

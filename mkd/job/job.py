@@ -11,7 +11,7 @@ from megatron.training.models import GPTModelConfig
 from torch import Tensor
 
 from mkd import cpu
-from mkd.checkpoint.resume_point import ResumePoint
+from mkd.checkpoint.megatron.resume_point import ResumePoint
 from mkd.checkpoint.source import ModelSource, TeacherSource, fewest_positions
 from mkd.config.check_list import run_checks
 from mkd.config.flags import flags_given, parse_command_line

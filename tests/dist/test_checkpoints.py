@@ -11,8 +11,8 @@ from mkd.checkpoint.hf.import_ import import_hf
 from mkd.checkpoint.hf.snapshot import Snapshots
 from mkd.checkpoint.megatron.folder import TRACKER
 from mkd.checkpoint.megatron.integrity import INTEGRITY, changed_files
+from mkd.checkpoint.megatron.resume_point import check_same_teacher_everywhere, resolve, select
 from mkd.checkpoint.megatron.saving import Saving
-from mkd.checkpoint.resume_point import check_same_teacher_everywhere, resolve, select
 from mkd.errors import MkdCheckpointError
 from tests.support.hf_folders import add_tokenizer, make_llama
 from tests.support.torch_dist_folders import SHARD, flip_a_byte, name_of, write_checkpoint

@@ -4,7 +4,7 @@ from argparse import Namespace
 from dataclasses import asdict
 
 from mkd.checkpoint.megatron.folder import MegatronFolder
-from mkd.checkpoint.resume_point import ResumePoint, changed_settings, check_same_job, check_teacher
+from mkd.checkpoint.megatron.resume_point import ResumePoint, changed_settings, check_same_job, check_teacher
 from mkd.checkpoint.source import TeacherSource
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.arg_names import ArgRole, names_with

@@ -6,7 +6,7 @@ from typing import Any
 
 from mkd.checkpoint.lr_schedule import check_schedule
 from mkd.checkpoint.megatron.folder import MegatronFolder
-from mkd.checkpoint.resume_point import ResumePoint
+from mkd.checkpoint.megatron.resume_point import ResumePoint
 from mkd.config.megatron.arg_names import ArgRole, names_with
 from mkd.errors import MkdConfigError
 from mkd.job.memory.stage_layers import chunks_of_stage

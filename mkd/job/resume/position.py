@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mkd.checkpoint.megatron.folder import MegatronFolder
-from mkd.checkpoint.resume_point import ResumePoint
+from mkd.checkpoint.megatron.resume_point import ResumePoint
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.arg_names import ArgRole, names_with
 from mkd.config.megatron.data_args import training_prefixes

@@ -4,7 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from mkd.checkpoint.megatron.folder import MegatronFolder
-from mkd.checkpoint.resume_point import ResumePoint, check_same_teacher_everywhere, resolve, select
+from mkd.checkpoint.megatron.resume_point import ResumePoint, check_same_teacher_everywhere, resolve, select
 from mkd.checkpoint.source import TeacherSource
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.arg_names import ArgRole, names_with

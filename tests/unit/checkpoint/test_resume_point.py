@@ -15,8 +15,8 @@ from megatron.core.dist_checkpointing.validation import save_integrity_manifest,
 
 from mkd.checkpoint.megatron.folder import TRACKER
 from mkd.checkpoint.megatron.integrity import INTEGRITY, changed_files, find_damage
+from mkd.checkpoint.megatron.resume_point import changed_settings, check_same_job, check_teacher, resolve, select
 from mkd.checkpoint.megatron.saving import OWNER, Saving
-from mkd.checkpoint.resume_point import changed_settings, check_same_job, check_teacher, resolve, select
 from mkd.config.run_state import RunState
 from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.job.resume.selection import select_checkpoint

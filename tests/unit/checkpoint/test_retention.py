@@ -13,8 +13,8 @@ import torch.distributed as dist
 from mkd.checkpoint.megatron.best import FILE, BestCheckpoint
 from mkd.checkpoint.megatron.folder import TRACKER
 from mkd.checkpoint.megatron.integrity import find_damage
+from mkd.checkpoint.megatron.resume_point import select
 from mkd.checkpoint.megatron.retention import Retention
-from mkd.checkpoint.resume_point import select
 from mkd.errors import MkdCheckpointError
 from tests.support.torch_dist_folders import name_of, write_checkpoint
 

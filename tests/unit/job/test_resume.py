@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mkd.checkpoint.resume_point import ResumePoint
+from mkd.checkpoint.megatron.resume_point import ResumePoint
 from mkd.config.kd_config import KDConfig
 from mkd.config.run_state import RunState
 from mkd.errors import MkdConfigError
