@@ -4,8 +4,8 @@ from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mkd.checkpoint.lr_schedule import check_schedule
 from mkd.checkpoint.megatron.folder import MegatronFolder
+from mkd.checkpoint.megatron.lr_schedule import check_schedule
 from mkd.checkpoint.megatron.resume_point import ResumePoint
 from mkd.config.megatron.arg_names import ArgRole, names_with
 from mkd.errors import MkdConfigError

@@ -10,7 +10,7 @@ from megatron.core.optimizer import distrib_optimizer, optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training import training
 
-from mkd.checkpoint.lr_schedule import check_schedule
+from mkd.checkpoint.megatron.lr_schedule import check_schedule
 from mkd.compat.optimizer import use_own_learning_rates
 from mkd.errors import MkdConfigError
 from tests.support.upstream import fresh
