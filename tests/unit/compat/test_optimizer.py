@@ -1,4 +1,7 @@
-"""mkd/compat/optimizer.py, and that megatron-core 0.19 needs it. Rates: tests/unit/checkpoint/test_lr_schedule.py."""
+"""mkd/compat/optimizer.py, and that megatron-core 0.19 needs it.
+
+Rates: tests/unit/checkpoint/megatron/test_lr_schedule.py.
+"""
 
 import inspect
 from collections.abc import Callable

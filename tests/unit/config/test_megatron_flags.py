@@ -118,7 +118,7 @@ SUPPORTED = {
     "e2e/test_pretrain.py": "use_checkpoint_args",
     "e2e/test_resume.py": "override_opt_param_scheduler async_save",
     "support/e2e/small_job.py": "data_cache_path",
-    "unit/checkpoint/test_lr_schedule.py": "lr_warmup_fraction weight_decay_incr_style",
+    "unit/checkpoint/megatron/test_lr_schedule.py": "lr_warmup_fraction weight_decay_incr_style",
     "unit/data/test_row_sets.py": "mock_data",
     "unit/train/test_nan_check.py": "min_loss_scale",
 }
