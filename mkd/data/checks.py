@@ -106,8 +106,9 @@ def check_splits(config: GPTDatasetConfig, evaluates: bool) -> None:
     shares = config.blend_per_split if config.split_matrix is None else config.split_matrix
     for (name, is_needed), share in zip(needed.items(), shares, strict=True):
         if share is None and is_needed:
+            share_of_split = f"a share in --split (now {config.split}) or " if config.split else ""
             raise MkdDataError(
-                f"there is no {name} data: give it a share in --split (now {config.split}) or a --{name[:5]}-data-path"
+                f"there is no {name} data: give it {share_of_split}a --{name[:5]}-data-path"
                 + (", or set --eval-iters 0" if name == "validation" else "")
             )
         if share is None or config.split_matrix is None:

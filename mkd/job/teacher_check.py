@@ -39,7 +39,7 @@ def check_teacher_quality(teacher: Teacher, samples: Any, groups: Groups, job: J
 
     Raises:
         MkdCheckpointError: the loss of a teacher is not finite, or is far above uniform (`MAX_EXCESS_NATS`) without
-            --kd-allow-bad-teacher.
+            --kd-allow-bad-teacher or --mock-data.
         MkdCacheError: a cache does not have this microbatch, without --kd-cache-missing ce_only.
     """
     whole = _first_batch(samples, job.args.micro_batch_size, job.true_vocab)
@@ -57,7 +57,8 @@ def check_teacher_quality(teacher: Teacher, samples: Any, groups: Groups, job: J
     for source, numbers in zip(sources, total.tolist(), strict=True):
         name = teacher.fingerprint() + (f", {source.origin}" if len(sources) > 1 else "")
         _print_loss(name, source, *numbers, vocab=job.vocabulary_of(source))
-        _refuse_bad(source, *numbers[:2], vocab=job.vocabulary_of(source), allowed=job.kd.allow_bad_teacher)
+        allowed = job.kd.allow_bad_teacher or job.args.mock_data  # made-up tokens, which no teacher predicts
+        _refuse_bad(source, *numbers[:2], vocab=job.vocabulary_of(source), allowed=allowed)
 
 
 def check_weights(model: nn.Module, source: TeacherSource) -> None:

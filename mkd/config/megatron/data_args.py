@@ -32,8 +32,10 @@ def data_prefixes(args: Namespace) -> list[str]:
         _check_weights(names, weights)
     prefixes = [prefix for names, _ in parts for prefix in names]
     if not prefixes and not args.mock_data:
+        alone = getattr(args, "kd_on_policy", None) == 1.0 and args.eval_iters == 0
         raise MkdDataError(
             "no training data: give --data-path PREFIX (PREFIX.bin and PREFIX.idx) or --data-path FILE.jsonl (chats)"
+            + (", or, since --kd-on-policy 1 with --eval-iters 0 reads no row of it, --mock-data" if alone else "")
         )
     return prefixes
 

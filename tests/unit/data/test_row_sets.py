@@ -4,6 +4,7 @@ from argparse import Namespace
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -179,8 +180,13 @@ def test_row_set_errors(root: Path) -> None:
     with pytest.raises(MkdDataError, match=r"--split 999,1,0 leaves no sample of .*chat.jsonl for validation"):
         sets_of(root, (["chat.jsonl"], None), split="999,1,0")[0].build([4, 4, 0])
     sets, _ = sets_of(root, (["chat.jsonl"], None), split="1,0,0")
-    with pytest.raises(MkdDataError, match="there is no validation data"):
+    with pytest.raises(
+        MkdDataError, match=r"no validation data: give it a share in --split \(now 1,0,0\) or a --valid-"
+    ):
         check_splits(sets.config, evaluates=True)
+    parts = SimpleNamespace(mock=False, blend_per_split=[None, (["a"], None), None], split_matrix=None, split=None)
+    with pytest.raises(MkdDataError, match="there is no training data: give it a --train-data-path$"):
+        check_splits(parts, evaluates=True)
     sets.build([4, 4, 0])
     chats = next((root / "cache").glob("chat-*-chat.json"))
     tokens = chats.read_text()

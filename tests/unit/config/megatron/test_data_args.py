@@ -34,6 +34,15 @@ def test_a_weight_of_a_blend_that_reads_nothing(flag: str, weight: str, rule: st
         data_prefixes(args)
 
 
+@pytest.mark.parametrize(("share", "eval_iters", "needs_none"), [(1.0, 0, True), (0.5, 0, False), (1.0, 4, False)])
+def test_a_run_that_reads_no_row_may_have_made_up_data(share: float, eval_iters: int, needs_none: bool) -> None:
+    args = flags.default_arguments()
+    args.kd_on_policy, args.eval_iters = share, eval_iters
+    with pytest.raises(MkdDataError, match="no training data: give --data-path") as error:
+        data_prefixes(args)
+    assert ("--mock-data" in str(error.value)) == needs_none
+
+
 def test_an_infinite_weight_is_named_not_those_beside_it() -> None:
     args = flags.default_arguments()
     args.data_path = ["1", "A", "inf", "B"]
