@@ -185,7 +185,7 @@ def test_row_set_errors(root: Path) -> None:
     ):
         check_splits(sets.config, evaluates=True)
     parts = SimpleNamespace(mock=False, blend_per_split=[None, (["a"], None), None], split_matrix=None, split=None)
-    with pytest.raises(MkdDataError, match="there is no training data: give it a --train-data-path$"):
+    with pytest.raises(MkdDataError, match=r"there is no training data: give it a --train-data-path$"):
         check_splits(parts, evaluates=True)
     sets.build([4, 4, 0])
     chats = next((root / "cache").glob("chat-*-chat.json"))
