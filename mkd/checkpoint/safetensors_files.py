@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mkd.errors import MkdCheckpointError
+from mkd.utils.folder_formats import LFS_HINT, LFS_POINTER
 from mkd.utils.json_files import parse_json
 
 DTYPES = {
@@ -141,8 +142,11 @@ def _entries(
     def fail(text: str) -> MkdCheckpointError:
         return MkdCheckpointError(f"{flag}: {path} {text}")
 
-    length = int.from_bytes(read(8), "little")
+    first = read(8)
+    length = int.from_bytes(first, "little")
     if size < 8 or length > most_header:
+        if first + read(len(LFS_POINTER) - len(first)) == LFS_POINTER:
+            raise fail(f"is {LFS_HINT}")
         raise fail(f"is not a safetensors file ({size} bytes, header length {length})")
     if size < 8 + length:
         raise fail(f"is truncated inside its header: {8 + length} bytes expected, {size} found")

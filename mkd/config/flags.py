@@ -3,11 +3,11 @@
 import sys
 from argparse import Action, ArgumentParser, Namespace
 from functools import cache
+from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.core import __version__ as megatron_version
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments, parse_args
 
@@ -118,7 +118,7 @@ def add_kd_flags(parser: ArgumentParser) -> ArgumentParser:
             raise MkdConfigError(message.removeprefix("argument "))
         listed = "mkd train --help-all lists all flags"
         if unknown.startswith("--") and not unknown.startswith(KD):
-            listed = f"megatron-core {megatron_version} has no such flag, other versions may; {listed}"
+            listed = f"megatron-core {version('megatron-core')} has no such flag, other versions may; {listed}"
         raise unknown_words(unknown, parser._option_string_actions, listed)
 
     parser.error = refuse

@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from mkd.utils.folder_formats import LFS_HINT, LFS_POINTER
 from mkd.utils.tokenizer_files import TOKENIZER_FILES
 
 MOST_BYTES = 64 << 20
@@ -31,7 +32,10 @@ def read_json(path: Path) -> Any:
         OSError: the file cannot be opened.
         ValueError: it is not a regular file, too large or too deep, or not JSON.
     """
-    return parse_json(read_regular(path, MOST_BYTES).decode())
+    content = read_regular(path, MOST_BYTES)
+    if content.startswith(LFS_POINTER):
+        raise ValueError(LFS_HINT)
+    return parse_json(content.decode())
 
 
 def parse_json(text: str | bytes, most: int = MOST_BYTES, unique: bool = False) -> Any:

@@ -197,7 +197,7 @@ class HFFolder:
             files.setdefault(file, []).append(name)
         for file in files:
             if not (self.path / file).is_file():
-                raise self.error(f"{INDEX} names {file}, which is missing")
+                raise self.error(f"{INDEX} names {file}, which is missing: copy or download it too")
         return files
 
 

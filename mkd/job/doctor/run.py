@@ -111,8 +111,8 @@ def _check_apex(job: Job | None, findings: Findings) -> None:
         )
     elif job is not None and not job.args.gradient_accumulation_fusion:
         findings.warning(
-            "NVIDIA Apex is not installed: weight gradients are added up in a second pass; "
-            "give --no-gradient-accumulation-fusion to accept that"
+            "NVIDIA Apex is not installed: weight gradients are added up in a second pass, since mkd sets "
+            "--no-gradient-accumulation-fusion; with that flag this warning is left out"
         )
 
 

@@ -155,6 +155,12 @@ def test_header_is_not_json(folder):
     assert_refused(path, WEIGHTS, "damaged safetensors header")
 
 
+def test_weights_that_git_lfs_has_not_fetched(folder):
+    path = folder("single")
+    (path / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 7\n")
+    assert_refused(path, WEIGHTS, "is a pointer of Git LFS, not the file itself: run git lfs pull")
+
+
 def test_missing_shard(folder):
     path = folder("sharded")
     shard = sorted(path.glob("*.safetensors"))[1]

@@ -136,3 +136,11 @@ def test_files_that_other_libraries_read_whole_are_bounded(tmp_path: Path, name:
         file.truncate(1 << 40)
     with pytest.raises(ValueError, match="1,099,511,627,776 bytes") if is_read else nullcontext():
         require_regular_files(tmp_path)
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    """`git clone` without Git LFS leaves one in place of each large file."""
+    path = tmp_path / "tokenizer.json"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 7\n")
+    with pytest.raises(ValueError, match="a pointer of Git LFS, not the file itself: run git lfs pull"):
+        read_json(path)

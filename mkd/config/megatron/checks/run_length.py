@@ -44,8 +44,10 @@ def check_intervals(args: Namespace) -> None:
 
 
 def check_alternatives(args: Namespace) -> None:
-    """Refuse lengths in iterations beside others in samples, and two sources of data; megatron's messages name no
-    flag."""
+    """Refuse lengths in iterations beside others in samples, two sources of data, and two precisions; megatron's
+    messages name no flag."""
+    if args.bf16 and args.fp16:
+        raise MkdConfigError("--bf16 and --fp16 both set the precision: give one of them")
     unit, other = ("iters", "samples") if args.train_iters else ("samples", "iters")
     lengths = {f"--{name}-{other}": getattr(args, f"{name.replace('-', '_')}_{other}") for name in _LENGTHS}
     if (beside := next((f"{flag} {value}" for flag, value in lengths.items() if value), None)) is not None:

@@ -42,7 +42,15 @@ LENGTHS = dict(train_iters=3, train_samples=None, lr_decay_iters=None, lr_decay_
 
 LENGTHS |= dict(lr_warmup_iters=0, lr_warmup_samples=0)
 
-SOURCES = dict(mock_data=False, data_path=["a"], train_data_path=None, valid_data_path=None, test_data_path=None)
+SOURCES = dict(
+    bf16=False,
+    fp16=False,
+    mock_data=False,
+    data_path=["a"],
+    train_data_path=None,
+    valid_data_path=None,
+    test_data_path=None,
+)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +66,7 @@ SOURCES = dict(mock_data=False, data_path=["a"], train_data_path=None, valid_dat
             {"train_iters": UNKNOWN_ITERATIONS, "lr_warmup_samples": 4},
             "--lr-warmup-samples 4 and --kd-epochs, which sets --train-iters: lengths",
         ),
+        ({"bf16": True, "fp16": True}, "--bf16 and --fp16 both set the precision: give one of them"),
         ({"mock_data": True}, "--mock-data and --data-path are two sources of data"),
         ({"train_data_path": ["a"], "valid_data_path": ["b"]}, "--data-path and --train-data-path are two sources"),
     ],
