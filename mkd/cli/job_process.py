@@ -72,13 +72,10 @@ def exit_status_of_rank(
         logger.error(traceback.format_exc() if isinstance(error, OSError) else str(error), extra=FILE_ONLY)
         return error.status if isinstance(error, MkdTeacherTimeout) else 1
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and _NO_MEMORY not in str(error):
+        if (message := _lack_of_the_machine(error)) is None:
             report_to_torchrun(_last_line(error))
             raise
-        _print_error(
-            f"no host memory is left ({' '.join(str(error).split())[-200:]}): compare the line memory of the plan with "
-            "the machine, and reduce --micro-batch-size or --seq-length"
-        )
+        _print_error(message)
         logger.error(traceback.format_exc(), extra=FILE_ONLY)
         return 1
     except KeyboardInterrupt:  # while there is something to complete, mkd.compat.stopping handles Ctrl-C
@@ -89,6 +86,31 @@ def exit_status_of_rank(
         report_to_torchrun(_last_line(error))
         raise
     return 0
+
+
+def _lack_of_the_machine(error: BaseException) -> str | None:
+    """The message if memory or the port of the rendezvous is lacking; None for other errors.
+
+    torch's classes are recognized by their names, since a command may fail before it imports torch.
+    """
+    text, kind = " ".join(str(error).split()), type(error).__name__
+    if isinstance(error, MemoryError) or _NO_MEMORY in text:
+        return (
+            f"no host memory is left ({text[-200:]}): compare the line memory of the plan with the machine, and reduce "
+            "--micro-batch-size or --seq-length"
+        )
+    if kind == "OutOfMemoryError":
+        return (
+            f"no GPU memory is left on rank {os.environ.get('RANK', '0')} ({text[:200]}): compare the line memory of "
+            "the plan with the GPU; a smaller --micro-batch-size or --kd-loss-chunk-rows, --kd-teacher-offload and "
+            "--recompute-granularity full need less, and mkd doctor lists what each of them saves"
+        )
+    if kind == "DistNetworkError" and "EADDRINUSE" in text:
+        return (
+            f"MASTER_PORT {os.environ.get('MASTER_PORT')} is in use by another process of this machine: give another "
+            "one (torchrun --master-port PORT), or end that process"
+        )
+    return None
 
 
 def _print_error(message: str, is_configuration: bool = False) -> None:

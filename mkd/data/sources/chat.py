@@ -20,13 +20,14 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from mkd.data.sources.chat_spans import MessageLocator, NotLocatedError, SpecialTokens
 from mkd.data.sources.conversation import ASSISTANT, SPOKEN, Conversation
 from mkd.data.sources.record_forms import AS_FOUND, RecordOptions
 from mkd.data.sources.text import BadRecords, RawBatch, once_per_process, require_unicode
-from mkd.errors import MkdDataError
+from mkd.errors import MkdCheckpointError, MkdDataError
 from mkd.utils.chat_template import apply_chat_template
 from mkd.utils.pretrained import load_tokenizer, token_rules
 
@@ -289,6 +290,11 @@ class ChatTemplate:
             messages = [{**message, "content": message.get("content") or ""} for message in messages]
         try:
             return apply_chat_template(self.tokenizer, messages, tools=chat.tools, **options)
+        except TemplateSyntaxError as error:
+            raise MkdCheckpointError(
+                f"the chat template of {self.flag} {self.folder} is not valid ({error.message}, line {error.lineno} of "
+                "the template): correct it"
+            ) from error
         except Exception as error:  # Jinja's errors, and Python's in the template's expressions
             raise MkdDataError(
                 f"{chat.where}: the chat template of {self.flag} {self.folder} refuses the conversation: "

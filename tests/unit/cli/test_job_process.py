@@ -1,12 +1,14 @@
 """Errors that end a rank in one line: mkd/cli/job_process.py and train_job.py."""
 
 import json
+import socket
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from mkd import cpu
@@ -24,6 +26,31 @@ def test_host_memory_that_does_not_exist(size: int, capsys: pytest.CaptureFixtur
     assert exit_status_of_rank(lambda: torch.empty(size, dtype=torch.uint8, device="cpu")) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "error: no host memory is left" in line and "--seq-length" in line
+
+
+def test_gpu_memory_that_is_used_up(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity ...")
+
+    monkeypatch.delenv("RANK", raising=False)
+    assert exit_status_of_rank(fail) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "error: no GPU memory is left on rank 0 (CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0" in line
+    assert "--micro-batch-size" in line and "--kd-teacher-offload" in line
+
+
+def test_a_port_of_the_rendezvous_that_is_taken(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        assert exit_status_of_rank(lambda: TCPStore("127.0.0.1", port, 1, is_master=True)) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(
+        f"error: MASTER_PORT {port} is in use by another process of this machine: give another one (torchrun "
+        "--master-port PORT), or end that process"
+    )
 
 
 def fail() -> None:

@@ -13,7 +13,7 @@ from mkd.data.sources.chat import ChatTemplate, ChatTokenizer, EncodedChats
 from mkd.data.sources.conversation import Conversation
 from mkd.data.sources.stores import ChatStore, DocumentStore, chat_base, check_chat_file, is_chat_file, tokenize_chat
 from mkd.data.sources.text import RawBatch
-from mkd.errors import MkdDataError
+from mkd.errors import MkdCheckpointError, MkdDataError
 from mkd.job.doctor.peek import first_samples
 from tests.support.chats import CALLS, FORGETFUL, MARKED, PLAIN, STRICT, chat_tokenizer, talk, write_lines
 from tests.support.e2e.small_job import END, write_data
@@ -530,6 +530,13 @@ def test_documents_by_number(tmp_path: Path) -> None:
     ids, targets = store.read(1, 1, 3)
     assert ids.tolist() == [7, 8, 9]
     assert targets.all()
+
+
+def test_a_template_that_jinja_cannot_read_is_no_broken_record(tmp_path: Path) -> None:
+    template = ChatTemplate(chat_tokenizer(tmp_path / "tokenizer", "{% for m in messages %}\n{{ m.content }"), "DIR")
+    words = r"^the chat template of --tokenizer-model DIR is not valid \(unexpected '}', line 2 of the template\)"
+    with pytest.raises(MkdCheckpointError, match=words):
+        template.encode(Conversation(TALKS[0], where="f.jsonl, line 1"))
 
 
 @pytest.mark.parametrize(
