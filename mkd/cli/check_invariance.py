@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from mkd.cli.usage import command_parser
-from mkd.config.run_file import read_settings, without_files, words_of
+from mkd.config.command_words import read_settings, without_files, words_of
 from mkd.errors import MkdConfigError, exit_status
 from mkd.report.run_log import RunLog
 

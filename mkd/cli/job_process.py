@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mkd.cli.launched import end_with_launcher
 from mkd.cli.torchrun_report import report_to_torchrun
-from mkd.config.run_file import check_kd_names
+from mkd.config.flag_checks import check_kd_names
 from mkd.errors import MkdConfigError, MkdError, MkdNodeError, MkdTeacherTimeout
 from mkd.utils.collector import uncollected
 from mkd.utils.logging import FILE_ONLY, logger
@@ -36,7 +36,7 @@ def prepare(flags: list[str]) -> None:
     with uncollected():
         from mkd import cpu
         from mkd.compat.install import install_at_start
-        from mkd.config.run_file import last_value, read_settings, words_of
+        from mkd.config.command_words import last_value, read_settings, words_of
         from mkd.distributed.rank_env import default_connections, default_rank_env
 
         default_rank_env()

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from mkd.cli.node_jobs import NodeJob, ranks_environment, run_jobs
 from mkd.cli.usage import command_parser, parse_own
-from mkd.config.run_file import given_words
+from mkd.config.command_words import given_words
 from mkd.distributed.node_gpus import numbered_gpus
 from mkd.errors import MkdConfigError, exit_status
 from mkd.teacher.service.socket_file import SocketFile

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from mkd.cli.job_process import exit_status_of_rank, prepare
-from mkd.config.run_file import given_words, last_value, without_files
+from mkd.config.command_words import given_words, last_value, without_files
 from mkd.distributed.rank_env import check_rendezvous
 from mkd.errors import is_correctable
 from mkd.report.start_times import StartTimes

@@ -13,9 +13,10 @@ from megatron.training.arguments import add_megatron_arguments, parse_args
 
 from mkd.compat.startup import repair_help, repair_types
 from mkd.config.bounds import check_given
+from mkd.config.command_words import read_settings, words_of
+from mkd.config.flag_checks import KD, check_settings, unknown_words
 from mkd.config.kd_config import KDConfig
 from mkd.config.kd_fields import KDFields
-from mkd.config.run_file import KD, check_settings, read_settings, unknown_words, words_of
 from mkd.errors import MkdConfigError, MkdPackageError
 from mkd.utils.encoding import require_text
 from mkd.utils.hub_folder import model_folder

@@ -14,20 +14,15 @@ booleans. The flags precede those of the command line, which therefore win.
 import os
 import re
 import stat
-from argparse import ArgumentParser, BooleanOptionalAction, _HelpAction
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
-from itertools import pairwise
 from typing import Any
 
 import yaml
 
-from mkd.config.kd_fields import kd_flags
 from mkd.errors import MkdConfigError, MkdNodeError
 
 FLAG = "--kd-config"
-KD = "--kd-"
 RECORD = "about"
 """Key of what a job records beside its flags. It is not read."""
 BOOL, NULL = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"
@@ -95,69 +90,6 @@ class Setting:
         return [self.flag, *self.value]
 
 
-def files_named(argv: Sequence[str]) -> list[str]:
-    """The files that --kd-config names on a command line."""
-    found, reading = [], False
-    for word in argv:
-        if word.startswith("--"):
-            flag, equals, value = word.partition("=")
-            reading = flag == FLAG
-            if reading and equals:
-                found.append(value)
-        elif reading:
-            found.append(word)
-    return found
-
-
-def read_settings(argv: Sequence[str]) -> list[Setting]:
-    """The settings in the files that a command line names, in their order; of several for one flag the last.
-
-    Raises:
-        MkdConfigError: a file cannot be read, or does not hold flags.
-    """
-    found: dict[str, Setting] = {}
-    for file in files_named(argv):
-        for setting in read_file(file):
-            found.pop(setting.flag, None)
-            found[setting.flag] = setting
-    return list(found.values())
-
-
-def words_of(settings: Iterable[Setting]) -> list[str]:
-    """The settings as words of a command line. They precede its own, which therefore win."""
-    return [word for setting in settings for word in setting.words]
-
-
-def without_files(argv: Sequence[str]) -> list[str]:
-    """A command line without --kd-config and the files that it names."""
-    kept, dropping = [], False
-    for word in argv:
-        if word.startswith("--"):
-            dropping = word.partition("=")[0] == FLAG
-        if not dropping:
-            kept.append(word)
-    return kept
-
-
-def given_words(argv: Sequence[str]) -> list[str]:
-    """The words of the files that a command line names, and its own, without --kd-config.
-
-    Raises:
-        MkdConfigError: see `read_settings`.
-    """
-    return [*words_of(read_settings(argv)), *without_files(argv)]
-
-
-def last_value(words: Sequence[str], flag: str) -> str | None:
-    """The value of a flag that has one value, before the words are parsed; None if it is not given."""
-    found = None
-    for word, following in pairwise([*words, ""]):
-        name, equals, value = word.partition("=")
-        if name == flag:
-            found = value if equals else following
-    return found or None
-
-
 def read_file(file: str) -> list[Setting]:
     """The settings of one file.
 
@@ -194,92 +126,6 @@ def record_of(text: str) -> dict[str, Any]:
         return {}
     found = content.get(RECORD) if isinstance(content, dict) else None
     return found if isinstance(found, dict) else {}
-
-
-def check_kd_names(argv: Sequence[str]) -> None:
-    """Refuse names that no --kd-* flag has, on a command line or in the files that it names, before anything that takes
-    seconds is imported.
-
-    Raises:
-        MkdConfigError: names the flag, and one that is similar; or a file cannot be read.
-    """
-    known = kd_flags()
-    for setting in read_settings(argv):
-        if setting.flag.startswith(KD) and setting.flag not in known:
-            raise _unknown_name(setting, known)
-    for word in argv:
-        flag = word.partition("=")[0]
-        if flag.startswith(KD) and flag not in known:
-            raise unknown_words(word, known, "mkd train --help-all lists all flags")
-
-
-def unknown_words(words: str, flags: Iterable[str], otherwise: str) -> MkdConfigError:
-    """The error of words on the command line, the first of which is no flag.
-
-    Args:
-        words: the words.
-        flags: all flags.
-        otherwise: the hint where none of them is similar.
-    """
-    flag = words.split()[0].split("=")[0]
-    # Megatron's flags are many and resemble one another.
-    guesses = get_close_matches(flag, flags, n=1, cutoff=0.65 if flag.startswith(KD) else 0.8)
-    hint = f"did you mean {guesses[0]}?" if guesses else otherwise
-    return MkdConfigError(f"unknown on the command line: {words} ({hint})")
-
-
-def _unknown_name(setting: Setting, flags: Iterable[str]) -> MkdConfigError:
-    name = setting.flag.removeprefix("--")
-    return MkdConfigError(f"{setting.where}: no flag is named {name} ({_suggestion(name, flags)})")
-
-
-def check_settings(settings: Sequence[Setting], parser: ArgumentParser) -> None:
-    """Check flags and types of values.
-
-    Raises:
-        MkdConfigError: a key is not a flag, or its value does not fit.
-    """
-    for setting in settings:
-        check_setting(setting, parser)
-
-
-def check_setting(setting: Setting, parser: ArgumentParser) -> None:
-    """Check one setting; `parser.error` must raise MkdConfigError."""
-    action, name = parser._option_string_actions.get(setting.flag), setting.flag.removeprefix("--")
-    if action is None or isinstance(action, _HelpAction):
-        raise _unknown_name(setting, parser._option_string_actions)
-    takes_none = action.nargs == 0
-    if isinstance(setting.value, bool):
-        if setting.value is False and isinstance(action, BooleanOptionalAction):
-            raise MkdConfigError(f"{setting.where}: {name} is false; write no-{name}: true")
-        if not takes_none and action.nargs != "?":
-            text = str(setting.value).lower()
-            raise MkdConfigError(f'{setting.where}: {name} takes a value, not {text}; write "{text}" if that is meant')
-    elif takes_none:
-        raise MkdConfigError(f"{setting.where}: {name} is {' '.join(setting.value)}; it takes true or false")
-    elif action.nargs is None and len(setting.value) != 1:
-        raise MkdConfigError(f"{setting.where}: {name} has {len(setting.value)} values; it takes one")
-    try:
-        parser.parse_known_args(setting.words)
-    except MkdConfigError as error:
-        raise MkdConfigError(f"{setting.where}: {error}") from None
-
-
-def given_flags(argv: Sequence[str], parser: ArgumentParser) -> dict[str, bool | str | list[str]]:
-    """The flags of a valid command line: name without dashes -> True or values; of repeated ones the last."""
-    actions = parser._option_string_actions
-    found: dict[str, tuple[str, list[str]]] = {}
-    current: list[str] = []
-    for word in argv:
-        flag, equals, value = word.partition("=")
-        if flag in actions:
-            current = [value] if equals else []
-            # One entry per argument: of --foo and --no-foo the last counts.
-            found.pop(actions[flag].dest, None)
-            found[actions[flag].dest] = (flag.removeprefix("--"), current)
-        else:
-            current.append(word)
-    return {name: True if not values else values[0] if len(values) == 1 else values for name, values in found.values()}
 
 
 def to_yaml(content: Mapping[str, Any]) -> str:
@@ -358,15 +204,6 @@ def _texts(node: yaml.Node, place: str, name: str) -> Iterator[str]:
     if kind != "str":
         raise MkdConfigError(f"{place}: {name} has the value {_shown(node.value)} of kind {kind}; give text or numbers")
     yield node.value
-
-
-def _suggestion(name: str, flags: Iterable[str]) -> str:
-    flags = set(flags) - {"--help", "-h"}
-    for prefix in ("kd-", "no-"):
-        if f"--{prefix}{name}" in flags:
-            return f"did you mean {prefix}{name}?"
-    guesses = get_close_matches(f"--{name}", flags, n=1, cutoff=0.6)
-    return f"did you mean {guesses[0].removeprefix('--')}?" if guesses else "mkd train --help-all lists all flags"
 
 
 def _shown(text: str) -> str:

@@ -27,9 +27,10 @@ import mkd
 from mkd import cpu
 from mkd.checkpoint.adapters.peft_folder import open_hf_folder
 from mkd.checkpoint.hf.folder import store_assets
+from mkd.config.command_words import given_flags
 from mkd.config.flags import flag_parser
 from mkd.config.megatron.data_args import data_prefixes
-from mkd.config.run_file import FLAG, RECORD, given_flags, to_yaml
+from mkd.config.run_file import FLAG, RECORD, to_yaml
 from mkd.data.sources.stores import chat_files, is_chat_file
 from mkd.errors import MkdError
 from mkd.job.job import Job

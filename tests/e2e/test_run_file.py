@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mkd.config.run_file import read_file, words_of
+from mkd.config.command_words import words_of
+from mkd.config.run_file import read_file
 from tests.support.e2e.small_job import ROOT, SmallJob, make_small_job, run
 
 COMMAND = ROOT / "mkd" / "__main__.py"

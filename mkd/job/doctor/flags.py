@@ -6,10 +6,11 @@ from typing import Any
 
 from mkd.config.bounds import check_given
 from mkd.config.checks.teachers import SOURCES
+from mkd.config.command_words import read_settings, without_files
+from mkd.config.flag_checks import check_setting
 from mkd.config.flags import flag_parser, refuse_contradictions
 from mkd.config.kd_config import FIELD_CHECKS, KDConfig
 from mkd.config.kd_fields import KDFields
-from mkd.config.run_file import check_setting, read_settings, without_files
 from mkd.job.doctor.findings import Findings
 
 DEFAULTS = {field.name: field.default for field in fields(KDFields)}

@@ -9,17 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mkd.config.command_words import files_named, given_flags, read_settings, without_files, words_of
+from mkd.config.flag_checks import check_settings
 from mkd.config.flags import flag_parser
-from mkd.config.run_file import (
-    check_settings,
-    files_named,
-    given_flags,
-    read_file,
-    read_settings,
-    to_yaml,
-    without_files,
-    words_of,
-)
+from mkd.config.run_file import read_file, to_yaml
 from mkd.errors import MkdConfigError, MkdNodeError
 
 

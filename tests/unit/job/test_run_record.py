@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 import mkd
-from mkd.config.run_file import read_file, words_of
+from mkd.config.command_words import words_of
+from mkd.config.run_file import read_file
 from mkd.job import run_record
 from mkd.job.run_record import FILE as RUN_FILE
 from mkd.job.run_record import SETTINGS, RunRecord, data_state, run_file, source_hash, without_secrets

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from mkd.config.flag_checks import check_kd_names
 from mkd.config.flags import flag_parser
 from mkd.config.kd_fields import kd_flags
-from mkd.config.run_file import check_kd_names
 from mkd.errors import MkdConfigError
 
 
