@@ -22,8 +22,8 @@ _VISIBLE = str.maketrans({"\n": "⏎", "\t": "⇥", "\r": "␍"})
 
 
 def preview(name: str, tokenizer: ChatTokenizer) -> list[str]:
-    """The form of the first records of chat data with the keys that are not read, and the first conversation with an
-    answer.
+    """The form of the first records of chat data with the keys that are not read, the first conversation with an
+    answer, and a warning if that answer has no end.
 
     Raises:
         MkdDataError: a file is missing, or a record is invalid and not left out.
@@ -45,7 +45,7 @@ def preview(name: str, tokenizer: ChatTokenizer) -> list[str]:
             forms[form_of(record, options.form, where)] += 1
             keys.update(key for key, value in record.items() if value is not None)
             if sample is None:
-                sample = _marked_sample(Conversation.parse(line, where, options), tokenizer)
+                sample = _sample(Conversation.parse(line, where, options), tokenizer)
         except MkdDataError as error:
             if not options.skips_bad:
                 raise options.unskipped(error) from error
@@ -55,7 +55,15 @@ def preview(name: str, tokenizer: ChatTokenizer) -> list[str]:
     shown = ", ".join([*map(_key, unread[:_MOST_KEYS]), *(["..."] if len(unread) > _MOST_KEYS else [])])
     ignored = f"; not read: {shown}" if unread else ""
     lines = [f"{name}: {found} ({source} --kd-data-format){ignored}"]
-    return lines if sample is None else [*lines, f"{name}: learned between {BEGIN} and {END}: {sample}"]
+    if sample is not None:
+        lines.append(f"{name}: learned between {BEGIN} and {END}: {marked_text(*sample, tokenizer.template.tokenizer)}")
+        if not _has_end(*sample, tokenizer.template.tokenizer):
+            lines.append(
+                f"{name}: warning: the last learned token there is no special token, so the student does not learn "
+                "where an answer ends: change the chat template so that it writes one after each answer (inside "
+                "{% generation %}, if it has that)"
+            )
+    return lines
 
 
 def _key(name: str) -> str:
@@ -64,12 +72,17 @@ def _key(name: str) -> str:
     return short if short.isprintable() else repr(short)
 
 
-def _marked_sample(chat: Conversation, tokenizer: ChatTokenizer) -> str | None:
-    """The conversation's text; None if nothing of it is learned."""
+def _sample(chat: Conversation, tokenizer: ChatTokenizer) -> tuple[np.ndarray, np.ndarray] | None:
+    """[n] token ids of the conversation, and [n] bool, which of them are learned; None if none is."""
     if chat.has_empty_message or not chat.has_answer:
         return None
     ids, supervised = tokenizer.template.encode(chat)
-    return marked_text(ids, supervised, tokenizer.template.tokenizer) if supervised.any() else None
+    return (ids, supervised) if supervised.any() else None
+
+
+def _has_end(ids: np.ndarray, supervised: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """True if the last supervised token is one at which a model can stop."""
+    return int(ids[supervised][-1]) in {tokenizer.eos_token_id, *tokenizer.added_tokens_decoder}
 
 
 def marked_text(ids: np.ndarray, supervised: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
