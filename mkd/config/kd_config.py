@@ -9,20 +9,6 @@ from functools import partial
 
 from mkd.config.checks import losses, run, served_teachers, single_values, teachers, written_texts
 from mkd.config.kd_fields import TEACHER_SIZES, KDFields
-from mkd.config.loss_spec import Divergence, LossSpec
-from mkd.config.schedules import Schedule
-from mkd.config.values import HiddenLossType, LayerPair
-
-__all__ = [
-    "FIELD_CHECKS",
-    "Divergence",
-    "FieldCheck",
-    "HiddenLossType",
-    "KDConfig",
-    "LayerPair",
-    "LossSpec",
-    "Schedule",
-]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from mkd.config.kd_config import HiddenLossType
+from mkd.config.values import HiddenLossType
 
 _TINY = 1e-12
 """A shorter vector has no direction: its cosine with any other and its gradient are 0."""

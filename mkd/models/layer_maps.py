@@ -13,7 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import nn
 
-from mkd.config.kd_config import LayerPair
+from mkd.config.values import LayerPair
 
 _MODULE = "kd_projections"
 KEY_PREFIX = f"{_MODULE}."

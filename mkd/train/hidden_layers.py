@@ -18,7 +18,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 
-from mkd.config.kd_config import HiddenLossType, LayerPair
+from mkd.config.values import HiddenLossType, LayerPair
 from mkd.data.batch import KDBatch
 from mkd.distributed.groups import Groups
 from mkd.losses.hidden import hidden_loss

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM
 from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.load import load_hf_weights
-from mkd.config.kd_config import Divergence, KDConfig
-from mkd.config.loss_spec import LossSpec
+from mkd.config.kd_config import KDConfig
+from mkd.config.loss_spec import Divergence, LossSpec
 from mkd.config.schedules import Schedule
 from mkd.data.packing.row_layout import RowLayout
 from mkd.distributed.groups import Groups

@@ -34,9 +34,9 @@ from mkd.compat.experts import (
     train_biased_experts_on_whole_ranks,
 )
 from mkd.config.flags import default_arguments
-from mkd.config.kd_config import HiddenLossType, KDConfig
+from mkd.config.kd_config import KDConfig
 from mkd.config.megatron.layouts import length_multiple
-from mkd.config.values import ServedTargets, SignalsMemory, XTokenLoss
+from mkd.config.values import HiddenLossType, ServedTargets, SignalsMemory, XTokenLoss
 from mkd.cpu.flags import set_cpu_values
 from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes
 from mkd.job.teachers.cached import CachedTeacherSpec, open_cache

@@ -6,9 +6,10 @@ from typing import get_args
 
 import pytest
 
-from mkd.config.kd_config import KDConfig, LayerPair
+from mkd.config.kd_config import KDConfig
 from mkd.config.loss_spec import Divergence, LossSpec
 from mkd.config.schedules import Schedule
+from mkd.config.values import LayerPair
 from mkd.errors import MkdConfigError
 
 SERVED = {"teacher_hf": None, "teacher_url": ["tcp://a:1"]}

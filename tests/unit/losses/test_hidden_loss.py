@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from mkd.config.kd_config import LayerPair
+from mkd.config.values import LayerPair
 from mkd.losses.hidden import cosine, hidden_loss, mse
 from mkd.models.layer_maps import new_map
 from tests.support.tolerance import FP32, FP64, HALF_FACTOR, assert_close_norm, norm_error

@@ -3,7 +3,8 @@
 from argparse import Namespace
 from collections.abc import Sequence
 
-from mkd.config.kd_config import KDConfig, LayerPair
+from mkd.config.kd_config import KDConfig
+from mkd.config.values import LayerPair
 from mkd.errors import MkdConfigError
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mkd.config.kd_config import LayerPair
 from mkd.config.megatron.checks.losses import check_layer_pairs
+from mkd.config.values import LayerPair
 from mkd.errors import MkdConfigError
 from tests.unit.config.megatron.test_arguments import parsed
 
