@@ -12,6 +12,7 @@ import pytest
 
 from mkd.config.flags import flags_given
 from mkd.config.kd_config import KDConfig
+from mkd.config.megatron.checks.run_length import REQUIRED
 from tests.support.fork_server import fork_server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +47,37 @@ def test_every_link_and_file_exists(page: Path) -> None:
         assert (page.parent / target).exists(), target
     for path in re.findall(r"`?((?:tests|tools|mkd|examples|docs)/[\w/]+\.(?:py|sh|md))`?", text):
         assert (ROOT / path).exists() or path in MEGATRONS, path
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors that GitHub makes of the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.replace("`", "").strip().lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_anchor_exists(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text())
+    assert {
+        (file, anchor) for file, anchor in links if anchor not in anchors_of((page.parent / file) if file else page)
+    } == set()
+
+
+def commands_of(page: Path) -> list[str]:
+    """The commands in the fenced blocks of a page, each in one line."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_whole_training_command_has_the_flags_that_a_run_needs(page: Path) -> None:
+    """One that leaves flags out has an ellipsis, a word for them in capitals, or a file."""
+    shortened = re.compile(r"\.\.\.|FLAG|SAME|ARGS|--kd-config")
+    for command in commands_of(page):
+        if re.search(r"-m mkd train |^mkd train ", command) and not shortened.search(command):
+            missing = [flag for flag in REQUIRED if flag not in (*command.split(), "--num-layers")]
+            assert missing == [], command
 
 
 def _collect(files: list[str], names: Path) -> None:
