@@ -20,7 +20,8 @@ from mkd.checkpoint.megatron.resume_point import ResumePoint
 from mkd.checkpoint.source import EnsembleSource, ModelSource, TeacherSource, fewest_positions
 from mkd.config.check_list import Check, Sink
 from mkd.config.lora import LoraOptions
-from mkd.config.megatron.arguments import ARGUMENT_CHECKS, CommandLine, adopt_architecture
+from mkd.config.megatron.architecture import adopt_architecture
+from mkd.config.megatron.arguments import ARGUMENT_CHECKS, CommandLine
 from mkd.config.megatron.checks.adapters import check_latent_adapters, check_lora_arguments, check_query_groups
 from mkd.config.megatron.checks.batches import check_virtual_stages
 from mkd.config.megatron.checks.experts import check_experts

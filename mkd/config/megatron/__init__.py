@@ -1,6 +1,7 @@
 """Megatron's arguments of a job and of its teachers.
 
 arg_names.py      their names, with the roles that each has in a student, a teacher and a checkpoint
+architecture.py   the architecture of a model in them
 layouts.py        the parallel layouts of student and teacher
 checks/           refusals, one file per theme
 arguments.py      the list of the checks, which also complete the arguments and make them Megatron's global ones

@@ -1,9 +1,8 @@
-"""Megatron's arguments: adopt a model's architecture, check them, complete them and make them global."""
+"""The list of the checks of Megatron's arguments, which also complete them and make them Megatron's global ones."""
 
 from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megatron.training.arguments import validate_args
 from megatron.training.checkpointing import load_args_from_checkpoint
@@ -15,9 +14,7 @@ from mkd.compat.checkpoints import tracker_override
 from mkd.compat.refusals import megatron_refusals
 from mkd.compat.unpickling import allowed_classes_only
 from mkd.config.check_list import Check, run_checks
-from mkd.config.flags import flags_given
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron.arg_names import ARGS, ArgRole, comparable, in_order
 from mkd.config.megatron.checks.attention import check_attention_kernels, check_context_parallel
 from mkd.config.megatron.checks.batches import check_batch
 from mkd.config.megatron.checks.checkpoints import check_load, check_save, check_saving
@@ -36,35 +33,6 @@ from mkd.utils.json_files import require_regular_files
 from mkd.utils.logging import logger
 from mkd.utils.pretrained import code_needed, remote_code_refused
 from mkd.utils.tokenizer_flag import tokenizer_origin
-
-
-def adopt_architecture(args: Namespace, architecture: dict[str, Any], origin: str) -> None:
-    """Set the model's architecture from a folder, in place.
-
-    Args:
-        args: Megatron's parsed arguments.
-        architecture: Megatron argument name -> value.
-        origin: flag and folder of the architecture, for error messages.
-
-    Raises:
-        MkdConfigError: a flag on the command line contradicts the folder.
-    """
-    given = flags_given()
-    own = {**architecture, **{name: getattr(args, name) for name in architecture if name in given}}
-    if "num_query_groups" in given:
-        own["group_query_attention"] = True
-    elif own.get("group_query_attention") and not architecture.get("group_query_attention"):
-        own["num_query_groups"] = args.num_query_groups
-    for name in in_order(architecture):
-        value = architecture[name]
-        if name in given and comparable(name, own) != comparable(name, architecture):
-            if name in ARGS and ArgRole.RUN_CHOICE in ARGS[name].roles:
-                continue
-            raise MkdConfigError(
-                f"{given[name]} is {getattr(args, name)}, but {origin} has {value}: leave {given[name]} out, "
-                "the architecture is read from the folder"
-            )
-        setattr(args, name, value)
 
 
 @dataclass

@@ -7,8 +7,8 @@ from mkd.checkpoint.megatron.folder import MegatronFolder
 from mkd.checkpoint.megatron.resume_point import ResumePoint, check_same_teacher_everywhere, resolve, select
 from mkd.checkpoint.source import TeacherSource
 from mkd.config.kd_config import KDConfig
+from mkd.config.megatron.architecture import adopt_architecture
 from mkd.config.megatron.arg_names import ArgRole, names_with
-from mkd.config.megatron.arguments import adopt_architecture
 from mkd.config.megatron.checks.checkpoints import has_checkpoint, saves_where_it_loads
 from mkd.config.run_state import RunState
 from mkd.job.resume.compare import check_checkpoint

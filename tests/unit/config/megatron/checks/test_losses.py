@@ -5,7 +5,7 @@ import pytest
 from mkd.config.megatron.checks.losses import check_layer_pairs
 from mkd.config.values import LayerPair
 from mkd.errors import MkdConfigError
-from tests.unit.config.megatron.test_arguments import parsed
+from tests.unit.config.megatron.test_architecture import parsed
 
 
 @pytest.mark.parametrize(

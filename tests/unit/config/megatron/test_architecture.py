@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 
 from mkd.config.flags import parse_command_line
-from mkd.config.megatron.arguments import adopt_architecture
+from mkd.config.megatron.architecture import adopt_architecture
 from mkd.errors import MkdConfigError
 
 ARCHITECTURE = {"hidden_size": 32, "normalization": "RMSNorm", "hidden_dropout": 0.0, "rotary_base": 10000}
