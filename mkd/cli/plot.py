@@ -1,9 +1,10 @@
 """Plot the curves of one or several runs: losses, agreement, speed, memory.
 
-    mkd plot runs/a/metrics.jsonl runs/b/metrics.jsonl --labels "KD" "CE only" --out loss.png
+    mkd plot runs/a runs/b --labels "KD" "CE only" --out loss.png
     mkd plot runs/a/metrics.jsonl --panels ce kd valid_ce tokens_per_s --smooth 50 --out run.svg
 
-Reads the JSON lines of --kd-metrics-file. The suffix of --out selects the format: .png, .svg or .pdf.
+Reads metrics.jsonl in the --save folder of a run, or the file of --kd-metrics-file. The suffix of --out selects the
+format: .png, .svg or .pdf.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from mkd.cli.usage import command_parser
 from mkd.config.loss_spec import divergence_text
 from mkd.errors import MkdConfigError, exit_status
 from mkd.report.curves import smooth
-from mkd.report.run_log import RunLog
+from mkd.report.run_log import METRICS, RunLog
 from mkd.utils.atomic_files import regular_target, write_bytes
 from mkd.utils.json_files import read_json
 
@@ -157,7 +158,7 @@ def draw(runs: list[RunLog], labels: list[str], panels: Sequence[str] = DEFAULT,
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = command_parser(__doc__)
-    parser.add_argument("files", nargs="+", metavar="FILE", help="metrics file of a run (JSON lines)")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="--save folder of a run, or its metrics file")
     parser.add_argument("--out", required=True, metavar="FILE", help=f"output file ({', '.join(SUFFIXES)})")
     parser.add_argument(
         "--labels", nargs="+", metavar="NAME", help="one label per FILE (default: the name of its folder)"
@@ -193,6 +194,7 @@ def plot(
         raise MkdConfigError(f"--labels has {len(labels)} names for {len(files)} files; give one per file")
     if window is not None and window < 1:
         raise MkdConfigError(f"--smooth is {window}; it must be at least 1")
+    files = [str(Path(path) / METRICS) if Path(path).is_dir() else path for path in files]
     runs = [RunLog.read(path) for path in files]
     for run in runs:
         if not any(name in run.series for name in panels):

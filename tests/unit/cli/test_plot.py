@@ -190,6 +190,13 @@ def test_invalid_flags(tool, tmp_path, capsys):
         RunLog.read(str(tmp_path))
 
 
+def test_a_run_may_be_given_by_its_folder(tool, tmp_path, capsys):
+    write_run(tmp_path / "a" / "metrics.jsonl")
+    assert tool.main([str(tmp_path / "a"), "--out", str(tmp_path / "a.png")]) == 0
+    assert tool.main([str(tmp_path), "--out", str(tmp_path / "b.png")]) == 1
+    assert f"metrics file {tmp_path / 'metrics.jsonl'} does not exist" in capsys.readouterr().err
+
+
 def test_a_pipe_is_not_replaced(tool, tmp_path, capsys):
     os.mkfifo(tmp_path / "out.png")
     assert tool.main([write_run(tmp_path / "a" / "m.jsonl"), "--out", str(tmp_path / "out.png")]) == 1
