@@ -17,6 +17,7 @@ from mkd.compat.optimizer import (
     use_own_learning_rates,
 )
 from mkd.compat.quiet import silence_megatron
+from mkd.compat.schedule_position import keep_schedule_position
 from mkd.compat.startup import read_help_texts_once, skip_warm_up, use_prebuilt_dataset_helpers
 from mkd.compat.stopping import EvaluationState, StopSignals, install_stopping
 from mkd.compat.training_loop import TrainingHooks, install_training_hooks
@@ -60,6 +61,7 @@ def install(
     save_before_the_first_update()
     allow_finished_jobs()
     keep_random_state()
+    keep_schedule_position()
     if own_learning_rates:
         use_own_learning_rates()
     install_training_hooks(training)

@@ -217,6 +217,10 @@ SETTINGS = [
     ({"--lr": 1e-4, "--min-lr": 1e-3}, ["--min-lr 0.001", "--lr 0.0001"]),
     ({"--eval-interval": 0}, ["--eval-interval is 0", "--eval-iters 0"]),
     ({"--lr-decay-style": "WSD"}, ["--lr-wsd-decay-iters"]),
+    (
+        {"--no-load-optim": True, "--use-checkpoint-opt-param-scheduler": True},
+        ["--use-checkpoint-opt-param-scheduler does not work with --no-load-optim", "leave one of them out"],
+    ),
     ({"--kd-student-hf": None}, ["--num-layers is missing", "--kd-student-hf"]),
     ({"--non-persistent-save-interval": 1}, ["--non-persistent-save-interval is not supported", "--kd-keep-last"]),
     ({"--save": "{root}/never", "--save-interval": 1, "--ckpt-format": "torch"}, ["--ckpt-format torch is not"]),

@@ -268,6 +268,17 @@ def test_more_iterations_at_another_rate(job: SmallJob, undisturbed, tmp_path: P
     assert not torch.equal(*weights)
 
 
+def test_schedules_continue_without_the_state_of_the_optimizer(job: SmallJob, undisturbed, tmp_path: Path) -> None:
+    """Rate and ratio of each step are those of the whole run."""
+    flags = {**EIGHT, "--load": undisturbed[0], "--ckpt-step": 4, "--save": tmp_path / "save", "--no-load-optim": True}
+    result = run(job.flags(flags))
+    assert result.status == 0, result.errors[-3000:]
+    found, expected = (
+        [(line["iteration"], line["lr"], line["ratio"]) for line in steps(one)] for one in (result, undisturbed[1])
+    )
+    assert found == expected[4:]
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_sgd_with_momentum_resumes_to_the_last_bit(job: SmallJob, tmp_path: Path, precision: str) -> None:
     sgd = {"--optimizer": "sgd", "--sgd-momentum": 0.7, "--lr": 0.1, "--bf16": precision == "bf16" or None}

@@ -49,15 +49,21 @@ def check_optimizer_layout(args: Namespace, folder: MegatronFolder, origin: str)
 
 
 def check_same_optimizer(args: Namespace, folder: MegatronFolder, origin: str) -> None:
-    """Refuse to resume the state of an optimizer of another kind or precision, which megatron-core 0.19 cannot read,
-    and options of the optimizer that it reads from the checkpoint, so that their flags would have no effect.
+    """Refuse to resume the state of an optimizer that was not saved, or is of another kind or precision, which
+    megatron-core 0.19 cannot read, and options of the optimizer that it reads from the checkpoint, so that their flags
+    would have no effect.
 
     Raises:
-        MkdConfigError: naming each option that differs.
+        MkdConfigError: naming the missing state, or each option that differs.
     """
     stored = vars(folder.args)
-    if args.no_load_optim or stored.get("no_save_optim"):
+    if args.no_load_optim:
         return
+    if stored.get("no_save_optim"):
+        raise MkdConfigError(
+            f"{origin} has no state of the optimizer, because it was saved with --no-save-optim: give --no-load-optim "
+            "to continue with the weights alone"
+        )
     names = ["optimizer", "use_distributed_optimizer"]
     names += ["sgd_momentum"] if args.optimizer == "sgd" else ["adam_beta1", "adam_beta2", "adam_eps"]
     in_half = [values.get("bf16") or values.get("fp16") for values in (stored, vars(args))]

@@ -30,6 +30,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
         "save_before_the_first_update",
         "allow_finished_jobs",
         "keep_random_state",
+        "keep_schedule_position",
         "use_own_learning_rates",
         *LAST,
     ):
@@ -55,5 +56,5 @@ def test_stopping_wraps_the_training_hooks(calls: list[tuple], own_learning_rate
     assert calls[-3:] == [(LAST[0], "training"), (LAST[1], "checkpoints"), (LAST[2], "stop", state)]
     rates = ["use_own_learning_rates"] * own_learning_rates
     first = ["resume_distributed_optimizer", "resume_sgd", "save_before_the_first_update"]
-    first += ["allow_finished_jobs", "keep_random_state"]
+    first += ["allow_finished_jobs", "keep_random_state", "keep_schedule_position"]
     assert [call[0] for call in calls[:-3]] == [*first, *rates]

@@ -25,6 +25,11 @@ def check_learning_rate(args: Namespace) -> None:
             "--override-opt-param-scheduler (this command's schedule) contradicts --use-checkpoint-opt-param-scheduler "
             "(the checkpoint's): give one of them"
         )
+    if args.no_load_optim and args.use_checkpoint_opt_param_scheduler:
+        raise MkdConfigError(
+            "--use-checkpoint-opt-param-scheduler does not work with --no-load-optim, which leaves the checkpoint's "
+            "schedule out: leave one of them out"
+        )
 
 
 def check_optimizer(args: Namespace) -> None:
