@@ -11,4 +11,8 @@ run_file.py       flags in YAML files
 run_state.py      the state of a run that is stored with its checkpoints
 check_list.py     lists of checks, for a job and for the doctor
 megatron/         Megatron's arguments; it imports from the files above, and none of them imports from it
+
+A new flag is a field of kd_fields.py with its help text, and, if it is a number, a row of bounds.py. Its contradictions
+to other flags are refused in checks/ or megatron/checks/, by a function that the list in kd_config.py,
+megatron/arguments.py or mkd/job/checks.py names.
 """
