@@ -102,6 +102,8 @@ class SampleRows:
             "parts of long samples left out because nothing in them is a target": self._without_target,
         }
         text = f"{len(self._store.lengths)} samples in {self.per_epoch} rows, {self.plan.efficiency:.1%} of them tokens"
+        if self._pieces.split or self._pieces.dropped:
+            text += f"; the longest sample has {int(np.max(self._store.lengths)):,} tokens"
         return with_counts(text, counts)
 
 

@@ -78,7 +78,9 @@ def test_rows_may_be_longer_than_the_positions_of_the_models(drop_long: bool) ->
         assert sizes.sum() == ROW
     assert any((sizes > 0).sum() > 2 for sizes in seen)
     limit = "the 12 positions of a model (14, in multiples of 4)"
-    assert f"3 {'dropped' if drop_long else 'split'} because they are longer than {limit}" in str(rows)
+    counted = f"3 {'dropped' if drop_long else 'split'} because they are longer than {limit}"
+    assert f"the longest sample has {ROW + 1} tokens; {counted}" in str(rows)
+    assert "the longest sample" not in str(rows_of(Texts([3, 4])))
     expected = [length for length in lengths if length <= 13] if drop_long else lengths
     assert sum(int(row["cu_seqlens"][-1]) for row in an_epoch(rows)) == sum(length - 1 for length in expected)
 
