@@ -106,7 +106,14 @@ def check_load(args: Namespace, kd: KDConfig, state: RunState) -> None:
 
 
 def check_save(args: Namespace) -> None:
-    """Refuse to replace the checkpoints of another run: those in a --save folder that --load does not name."""
+    """Refuse to replace the checkpoints of another run, those in a --save folder that --load does not name, and with
+    --finetune those of the own run."""
+    if args.finetune and saves_where_it_loads(args):
+        raise MkdConfigError(
+            f"--finetune with --load and --save {args.save}: each start would begin at iteration 0 and replace the "
+            "checkpoints that it reads; leave --finetune out to resume their run. For a new run with their weights "
+            f"give --pretrained-checkpoint {args.load}, and another folder in --load and --save"
+        )
     if not has_checkpoint(args.save) or saves_where_it_loads(args):
         return
     start = "at iteration 0" if args.load is None else f"from --load {args.load}"

@@ -32,6 +32,15 @@ def test_the_checkpoints_of_another_run_are_not_replaced(tmp_path: Path) -> None
         )
 
 
+def test_a_restart_does_not_begin_its_own_run_anew(tmp_path: Path) -> None:
+    """With --finetune every start is at iteration 0."""
+    save, other = str(tmp_path / "save"), str(tmp_path / "other")
+    check_save(arguments(save=save, load=other, finetune=True))
+    with pytest.raises(MkdConfigError, match="each start would begin at iteration 0") as caught:
+        check_save(arguments(save=save, load=save, finetune=True))
+    assert f"--pretrained-checkpoint {save}, and another folder" in str(caught.value)
+
+
 def test_checkpoints_that_nobody_saves_or_reads() -> None:
     with pytest.raises(MkdConfigError, match="--kd-keep-last is 2, but there is no folder to save in"):
         check_saving(arguments(save=None), kd(keep_last=2))
