@@ -24,6 +24,7 @@ from mkd.config.megatron.architecture import adopt_architecture
 from mkd.config.megatron.arguments import ARGUMENT_CHECKS, CommandLine
 from mkd.config.megatron.checks.adapters import check_latent_adapters, check_lora_arguments, check_query_groups
 from mkd.config.megatron.checks.batches import check_virtual_stages
+from mkd.config.megatron.checks.checkpoints import check_initialization
 from mkd.config.megatron.checks.experts import check_experts
 from mkd.config.megatron.checks.losses import check_layer_pairs, check_top_k_in_vocabulary
 from mkd.config.megatron.checks.parts import check_transformer_engine
@@ -350,6 +351,11 @@ CHECKS: tuple[Check[JobDraft], ...] = (
     Check("student's tokenizer", _check_tokenizer, needs=("tokenizer",)),
     Check("--kd-lora", _find_adapters, needs=("student", "architecture", "parallel sizes")),
     Check("layer pairs", _check_layer_pairs, needs=("teacher source", "--num-layers")),
+    Check(
+        "initialization",
+        lambda draft: check_initialization(draft.args, draft.kd, draft.state),
+        needs=("--load",),
+    ),
     Check("initial weights", lambda draft: check_pretrained(draft.args, draft.state), needs=("--load",)),
     Check("stored job", _check_checkpoint, needs=("teacher source", "tokenizer")),
     Check("stored maps", _check_stored_maps, needs=("teacher source", "tokenizer")),

@@ -105,6 +105,18 @@ def check_load(args: Namespace, kd: KDConfig, state: RunState) -> None:
     raise MkdCheckpointError(f"--load {args.load} has no checkpoint (no {TRACKER} there){remedy}")
 
 
+def check_initialization(args: Namespace, kd: KDConfig, state: RunState) -> None:
+    """Refuse --no-initialization for a student whose weights are read from nowhere: they would be whatever the memory
+    holds."""
+    if args.perform_initialization or state.resumes:
+        return
+    if kd.student_hf is None and args.pretrained_checkpoint is None:
+        raise MkdConfigError(
+            "--no-initialization leaves the student without initial weights: leave it out for random ones, or give "
+            "--kd-student-hf or --pretrained-checkpoint"
+        )
+
+
 def check_save(args: Namespace) -> None:
     """Refuse to replace the checkpoints of another run, those in a --save folder that --load does not name, and with
     --finetune those of the own run."""

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mkd.config.megatron.checks.checkpoints import check_save, check_saving, has_checkpoint
+from mkd.config.megatron.checks.checkpoints import check_initialization, check_save, check_saving, has_checkpoint
+from mkd.config.run_state import RunState
 from mkd.errors import MkdCheckpointError, MkdConfigError
 from tests.unit.config.megatron.checks.test_written_texts import arguments, kd
 
@@ -30,6 +31,16 @@ def test_the_checkpoints_of_another_run_are_not_replaced(tmp_path: Path) -> None
             f"--save {save} has checkpoints already, and this job would begin {start} and replace them: give --load "
             f"{save} to resume their run, or another --save"
         )
+
+
+def test_a_student_without_weights_is_initialized() -> None:
+    empty = arguments(perform_initialization=False, pretrained_checkpoint=None)
+    with pytest.raises(MkdConfigError, match="--no-initialization leaves the student without initial weights"):
+        check_initialization(empty, kd(), RunState())
+    check_initialization(empty, kd(student_hf="S"), RunState())
+    check_initialization(empty, kd(), RunState(resume_from="L/iter_0000002"))
+    check_initialization(arguments(perform_initialization=False, pretrained_checkpoint="P"), kd(), RunState())
+    check_initialization(arguments(perform_initialization=True, pretrained_checkpoint=None), kd(), RunState())
 
 
 def test_a_restart_does_not_begin_its_own_run_anew(tmp_path: Path) -> None:
