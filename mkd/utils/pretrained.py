@@ -13,6 +13,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub import constants as hub_constants
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, dynamic_module_utils
 
 from mkd.errors import MkdCheckpointError, MkdDataError
@@ -166,17 +167,19 @@ def code_needed(folder: str | Path, keys: tuple[str, ...], error: BaseException)
 
 
 @contextmanager
-def remote_code_refused() -> Iterator[None]:
-    """Inside the `with` block, transformers refuses a folder's code without asking on the terminal.
+def from_disk_alone() -> Iterator[None]:
+    """Inside the `with` block, transformers refuses a folder's code without asking on the terminal, and downloads
+    nothing.
 
-    For code of other libraries, such as Megatron's tokenizers, which leaves `trust_remote_code` unset.
+    For code of other libraries, such as Megatron's tokenizers, which leaves `trust_remote_code` unset and reads some of
+    them from the hub.
     """
-    patience = dynamic_module_utils.TIME_OUT_REMOTE_CODE
-    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+    before = dynamic_module_utils.TIME_OUT_REMOTE_CODE, hub_constants.HF_HUB_OFFLINE
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE, hub_constants.HF_HUB_OFFLINE = 0, True
     try:
         yield
     finally:
-        dynamic_module_utils.TIME_OUT_REMOTE_CODE = patience
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE, hub_constants.HF_HUB_OFFLINE = before
 
 
 def _json_of(path: Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from mkd.cpu.machine_needs import check_machine_needs
 from mkd.errors import MkdConfigError, MkdNodeError
 from mkd.utils.json_files import require_regular_files
 from mkd.utils.logging import logger
-from mkd.utils.pretrained import code_needed, remote_code_refused
+from mkd.utils.pretrained import code_needed, from_disk_alone
 from mkd.utils.tokenizer_flag import tokenizer_origin
 
 
@@ -131,11 +131,15 @@ def _set_globals(line: CommandLine) -> None:
     try:
         if args.tokenizer_model is not None and Path(args.tokenizer_model).is_dir():
             require_regular_files(Path(args.tokenizer_model))
-        with remote_code_refused():
+        with from_disk_alone():
             rebuild_tokenizer(args)
     except Exception as error:  # whatever the tokenizer's own library raises
         reason = code_needed(str(args.tokenizer_model), ("AutoTokenizer", "AutoConfig"), error)
         reason = reason or f"cannot be loaded as {args.tokenizer_type}: {' '.join(str(error).split())}"
+        if args.tokenizer_type != "HuggingFaceTokenizer" and args.tokenizer_model is not None:
+            reason += (
+                "; with --tokenizer-type HuggingFaceTokenizer it is a folder of transformers (mkd downloads nothing)"
+            )
         is_here = args.tokenizer_model is None or Path(args.tokenizer_model).exists()
         kind = MkdConfigError if is_here else MkdNodeError
         raise kind(f"{tokenizer_origin(args)} {reason}") from error

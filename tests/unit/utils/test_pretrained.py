@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from mkd.config.megatron.arguments import _set_globals
 from mkd.errors import MkdCheckpointError, MkdConfigError, MkdDataError
-from mkd.utils.pretrained import load_model, load_tokenizer, remote_code_refused
+from mkd.utils.pretrained import from_disk_alone, load_model, load_tokenizer
 from tests.support.e2e.quick_python import serving
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -141,9 +141,23 @@ def test_time_limit_is_restored() -> None:
     from transformers import dynamic_module_utils
 
     before = dynamic_module_utils.TIME_OUT_REMOTE_CODE
-    with pytest.raises(KeyError), remote_code_refused():
+    with pytest.raises(KeyError), from_disk_alone():
         raise KeyError
     assert before == dynamic_module_utils.TIME_OUT_REMOTE_CODE
+
+
+def test_the_hub_is_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Megatron's GPT2BPETokenizer names the model gpt2 of the hub, whatever --tokenizer-model is."""
+    from huggingface_hub import constants
+    from transformers import AutoTokenizer
+
+    asked = []
+    monkeypatch.setattr("socket.getaddrinfo", lambda *words, **_: asked.append(words) or [])
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(OSError), from_disk_alone():
+        AutoTokenizer.from_pretrained("gpt2", cache_dir=tmp_path)
+    assert asked == []
+    assert constants.HF_HUB_OFFLINE is False
 
 
 @pytest.mark.parametrize("tool", ["preprocess", "build_projection"])
