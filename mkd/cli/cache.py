@@ -184,7 +184,11 @@ def parser_of_commands() -> argparse.ArgumentParser:
     """The command line before `--`."""
     parser = command_parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("write", help="run the teacher and store its targets")
+    command = commands.add_parser(
+        "write",
+        help="run the teacher and store its targets",
+        usage="%(prog)s --out DIR (--top-k K | --sample N) [--lossless] [--temperature T ...] -- FLAGS OF mkd train",
+    )
     command.add_argument("--out", required=True, metavar="DIR", help="the cache: a new folder, or one to resume")
     command.add_argument("--top-k", type=int, metavar="K", help="store the K most probable tokens per position")
     command.add_argument(
@@ -204,7 +208,9 @@ def parser_of_commands() -> argparse.ArgumentParser:
     command.add_argument("folder", metavar="DIR")
     command.set_defaults(run=info)
     command = commands.add_parser(
-        "verify", help="check every record; after --, also recompute the targets of some texts"
+        "verify",
+        help="check every record; after --, also recompute the targets of some texts",
+        usage="%(prog)s DIR [--segments N] [-- FLAGS OF mkd train]",
     )
     command.add_argument("folder", metavar="DIR")
     command.add_argument("--segments", type=int, default=64, metavar="N", help="texts to recompute (64)")

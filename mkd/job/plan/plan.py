@@ -84,7 +84,7 @@ def plan(job: Job) -> dict[str, str]:
         **_launches(job),
         **({"rows": _rows(job)} if job.data.has_own_rows else {}),
         "batch": f"{args.global_batch_size} rows of {args.seq_length} tokens, microbatch {args.micro_batch_size}",
-        "steps": f"{kd.epochs:g} epochs"
+        "steps": f"{kd.epochs:g} epoch{'s' * (kd.epochs != 1.0)}"
         if iterations_are_unknown(args)
         else f"{number_of_iterations(args)} iterations",
         "rate": learning_rate(args),

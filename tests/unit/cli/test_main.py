@@ -25,6 +25,16 @@ def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) ->
         assert [name for name in COMMANDS if f"  {name} " not in shown] == []
 
 
+@pytest.mark.parametrize("command", ["write", "verify"])
+def test_usage_of_a_cache_shows_where_the_flags_of_a_training_go(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cache.main([command, "--help"])
+    assert ended.value.code == 0
+    assert "-- FLAGS OF mkd train" in capsys.readouterr().out.partition("\n")[0]
+
+
 @pytest.mark.parametrize(
     ("word", "hint"),
     [
