@@ -277,6 +277,7 @@ def test_schedules_continue_without_the_state_of_the_optimizer(job: SmallJob, un
         [(line["iteration"], line["lr"], line["ratio"]) for line in steps(one)] for one in (result, undisturbed[1])
     )
     assert found == expected[4:]
+    assert "the optimizer begins anew (--no-load-optim)" in result.output + result.errors
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

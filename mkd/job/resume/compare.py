@@ -12,7 +12,12 @@ from mkd.config.megatron.checks.batches import check_batches_grow
 from mkd.config.megatron.epochs import iterations_are_unknown
 from mkd.config.run_state import RunState
 from mkd.errors import MkdCheckpointError, MkdConfigError
-from mkd.job.resume.optimizer import check_optimizer_layout, check_same_optimizer, check_stored_schedule
+from mkd.job.resume.optimizer import (
+    check_optimizer_layout,
+    check_same_optimizer,
+    check_stored_schedule,
+    left_out_state,
+)
 
 _TRAINING = (
     *("clip_grad", "attention_dropout", "hidden_dropout", "eod_mask_loss", "reset_position_ids"),
@@ -90,6 +95,7 @@ def check_checkpoint(
         check_optimizer_layout(args, folder, origin)
         check_same_optimizer(args, folder, origin)
     notes = [] if iterations_are_unknown(args) else check_stored_schedule(args, point)
+    notes += left_out_state(args, point)
     before = RunState.read_from(stored)
     state.unfinished_evaluation, state.balance_factor = before.unfinished_evaluation, before.balance_factor
     state.rollout, state.runaway_rollouts = before.rollout, before.runaway_rollouts

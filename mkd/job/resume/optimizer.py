@@ -79,6 +79,17 @@ def check_same_optimizer(args: Namespace, folder: MegatronFolder, origin: str) -
         )
 
 
+def left_out_state(args: Namespace, point: ResumePoint) -> list[str]:
+    """One sentence, in a list, if the optimizer's state in the checkpoint is not read: a job that restarts itself would
+    leave out its own state, too."""
+    if not args.no_load_optim or point.name == "release":
+        return []
+    return [
+        "the optimizer begins anew (--no-load-optim), and would again at each restart: leave the flag out once this "
+        "job has saved"
+    ]
+
+
 def _different(names: Iterable[str], args: Namespace, stored: Mapping[str, Any]) -> list[str]:
     """Names of the arguments whose stored value is not that of `args`; a value that is not stored is the same."""
     return [name for name in names if name in stored and stored[name] != getattr(args, name)]
