@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Sent by schedulers before they kill a job, and by Ctrl-C."""
@@ -23,6 +24,8 @@ def ignore_stop_signals() -> None:
 @contextmanager
 def blocked() -> Iterator[None]:
     """Deliver stop signals to this thread after the block. Processes that start in it have them blocked."""
+    # A process that starts by "spawn" needs it, and its own start unblocks SIGTERM and SIGINT.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ANY_EXIT_SIGNAL)
     try:
         yield

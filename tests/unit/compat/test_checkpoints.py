@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import signal
 import subprocess
 import sys
@@ -33,10 +34,11 @@ from mkd.errors import MkdCheckpointError
 from mkd.utils.atomic_files import replacing
 
 HELD = """
+import sys
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from mkd.compat.checkpoints import end_result_queues_with_their_rank
 end_result_queues_with_their_rank()
-results = filesystem_async.get_write_results_queue("fork")
+results = filesystem_async.get_write_results_queue(sys.argv[1])
 print(results._manager._process.pid, flush=True)
 input()
 results.put({0: "written"})
@@ -45,9 +47,9 @@ input()
 """
 
 
-def start_rank_with_holder() -> tuple[subprocess.Popen, psutil.Process]:
+def start_rank_with_holder(method: str = "fork") -> tuple[subprocess.Popen, psutil.Process]:
     pipe = subprocess.PIPE
-    rank = subprocess.Popen([sys.executable, "-c", HELD], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    rank = subprocess.Popen([sys.executable, "-c", HELD, method], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     return rank, psutil.Process(int(rank.stdout.readline()))
 
 
@@ -59,6 +61,17 @@ def test_a_stop_signal_to_all_processes_of_a_rank_leaves_the_results_of_its_save
     assert answer == "{0: 'written'}\n", errors
     assert rank.returncode == 0, errors
     assert not holder.is_running()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_stop_signals_are_blocked_until_the_process_that_holds_results_ignores_them(method: str) -> None:
+    """With "spawn" it imports for seconds first. The mask that it starts with is the one that it keeps."""
+    rank, holder = start_rank_with_holder(method)
+    status = Path(f"/proc/{holder.pid}/status").read_text()
+    rank.communicate("\n\n", timeout=60)
+    mask = int(re.search(r"SigBlk:\s*(\w+)", status)[1], 16)
+    signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+    assert [number for number in signals if not mask >> (number - 1) & 1] == []
 
 
 def test_the_process_that_holds_results_ends_with_a_killed_rank() -> None:
