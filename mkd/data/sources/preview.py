@@ -81,8 +81,10 @@ def _sample(chat: Conversation, tokenizer: ChatTokenizer) -> tuple[np.ndarray, n
 
 
 def _has_end(ids: np.ndarray, supervised: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """True if the last supervised token is one at which a model can stop."""
-    return int(ids[supervised][-1]) in {tokenizer.eos_token_id, *tokenizer.added_tokens_decoder}
+    """True if the last supervised token is one at which a model can stop; white space may follow it."""
+    ends = {tokenizer.eos_token_id, *tokenizer.added_tokens_decoder}
+    learned = ids[supervised][::-1].tolist()
+    return next((token for token in learned if token in ends or tokenizer.decode(token).strip()), None) in ends
 
 
 def marked_text(ids: np.ndarray, supervised: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:

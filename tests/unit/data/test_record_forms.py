@@ -308,10 +308,16 @@ def test_the_form_and_a_sample_are_shown(folder: str, tmp_path: Path) -> None:
     assert len(line[1]) < 1000 and "[[answer" in line[1] and " ... " in line[1]
 
 
+GENERATION = ("{% generation %}", "{% endgeneration %}")
+
+
+@pytest.mark.parametrize("marks", [("", ""), GENERATION], ids=["plain", "generation"])
 @pytest.mark.parametrize(("end", "warns"), [("<|end|>", False), ("<|end|>\n", False), ("", True), ("\n", True)])
-def test_answers_without_an_end_are_named(tmp_path: Path, end: str, warns: bool) -> None:
-    template = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}" + end + "{% endfor %}"
-    chat_tokenizer(tmp_path, template + "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}")
+def test_answers_without_an_end_are_named(tmp_path: Path, end: str, warns: bool, marks: tuple[str, str]) -> None:
+    """White space behind the end, which {% generation %} may include, is none."""
+    begin, answer = "{% for m in messages %}<|start|>{{ m.role }}\n", "{{ m.content }}" + end
+    marked = "{% if m.role == 'assistant' %}" + answer.join(marks) + "{% else %}" + answer + "{% endif %}{% endfor %}"
+    chat_tokenizer(tmp_path, begin + marked + "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}")
     lines = preview(str(write_lines(tmp_path / "f.jsonl", [sharegpt(talk("x", "y"))])), ChatTokenizer(str(tmp_path)))
     assert ["the student does not learn where an answer ends" in line for line in lines] == [False, False, True][
         : 2 + warns
