@@ -237,6 +237,15 @@ def test_all_at_once(ask, with_te):
         assert status == 1 and word in "".join(problems(output))
 
 
+def test_a_wrong_length_in_epochs_hides_nothing(ask, with_te):
+    """The flags that every run needs, and what follows from the others. The length itself is not missing."""
+    changes = {"--kd-epochs": 2, "--train-iters": None, "--global-batch-size": None, "--lr": None, "--seq-length": 34}
+    told = problems(ask({**LOCAL, CP: 2, **changes}, nproc=2)[1])
+    for word in ("--kd-epochs 2 needs --global-batch-size", "--lr is missing (peak learning rate)", "--seq-length 34"):
+        assert sum(word in problem for problem in told) == 1, word
+    assert len(told) == 3
+
+
 def test_the_same_text_over_and_over(ask, with_te):
     often = {"--train-iters": 100000, "--eval-iters": 20, "--global-batch-size": 256}
     for changes, count in ((often, 1), ({**often, "--kd-packing": "best_fit", "--eval-iters": 2000}, 2)):

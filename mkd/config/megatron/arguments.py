@@ -178,7 +178,11 @@ ARGUMENT_CHECKS: tuple[Check[CommandLine], ...] = (
     ),
     Check("length in epochs", lambda line: adopt_epochs(line.args, line.kd.epochs)),
     *(
-        Check(flag, lambda line, flag=flag: check_required(line.args, flag), needs=("length in epochs",))
+        Check(
+            flag,
+            lambda line, flag=flag: check_required(line.args, flag),
+            needs=("length in epochs",) if flag == "--train-iters" else (),
+        )
         for flag in _GIVEN
     ),
     Check("intervals", lambda line: check_intervals(line.args), needs=("--eval-interval",)),

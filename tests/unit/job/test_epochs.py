@@ -36,9 +36,11 @@ def arguments(**changes: Any) -> Namespace:
     ],
 )
 def test_refused(changes: dict, words: str) -> None:
+    args = arguments(**changes)
     with pytest.raises(MkdConfigError) as caught:
-        adopt_epochs(arguments(**changes), 2.0)
+        adopt_epochs(args, 2.0)
     assert words in str(caught.value)
+    assert args.train_iters or args.train_samples, "the length counts as missing"
 
 
 def test_without_the_flag_nothing_changes() -> None:
