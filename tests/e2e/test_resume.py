@@ -268,6 +268,13 @@ def test_more_iterations_at_another_rate(job: SmallJob, undisturbed, tmp_path: P
     assert not torch.equal(*weights)
 
 
+def test_changes_of_a_run_that_continues_without_the_teacher(job: SmallJob, undisturbed, tmp_path: Path) -> None:
+    flags = {**EIGHT, "--load": undisturbed[0], "--save": tmp_path / "save", "--kd-ratio-schedule": None}
+    result = run(job.flags({**flags, "--kd-ratio": 0, "--clip-grad": 0.5, "--kd-dry-run": True}))
+    assert result.status == 0, result.errors[-3000:]
+    assert "--clip-grad 1.0 -> 0.5" in result.output and "--kd-ratio None -> 0.0" in result.output
+
+
 def test_schedules_continue_without_the_state_of_the_optimizer(job: SmallJob, undisturbed, tmp_path: Path) -> None:
     """Rate and ratio of each step are those of the whole run."""
     flags = {**EIGHT, "--load": undisturbed[0], "--ckpt-step": 4, "--save": tmp_path / "save", "--no-load-optim": True}

@@ -100,9 +100,9 @@ def check_checkpoint(
     state.unfinished_evaluation, state.balance_factor = before.unfinished_evaluation, before.balance_factor
     state.rollout, state.runaway_rollouts = before.rollout, before.runaway_rollouts
     if kd.is_plain_pretraining:
-        state.teacher_fingerprint = before.teacher_fingerprint
-        return notes
-    note = check_teacher(state.teacher_fingerprint, stored, teacher.origin, origin, kd.other_teacher)
+        state.teacher_fingerprint, note = before.teacher_fingerprint, None
+    else:
+        note = check_teacher(state.teacher_fingerprint, stored, teacher.origin, origin, kd.other_teacher)
     now = {f"kd_{name}": value for name, value in asdict(kd).items() if name not in _NOT_THE_OBJECTIVE}
     now |= {name: vars(args)[name] for name in (*names_with(ArgRole.SAMPLES), *_TRAINING)}
     return notes + [note] * (note is not None) + changed_settings(vars(stored), now)
