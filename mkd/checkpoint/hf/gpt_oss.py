@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mkd.checkpoint.hf.config_parts import Arguments, ConfigPart
+from mkd.checkpoint.hf.config_json.parts import Arguments, ConfigPart
 from mkd.checkpoint.hf.layouts import REPLICATED, Dims, Layout, Read, TensorShard, rows
 from mkd.checkpoint.hf.tables import ATTENTION_OUT, MOE_NORM, QKV_BIAS, QKV_WEIGHT, Entry, expert_entry
 from mkd.errors import MkdCheckpointError

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mkd.checkpoint.hf.config_parts import Arguments, ConfigPart
-from mkd.checkpoint.hf.config_reader import ConfigReader
+from mkd.checkpoint.hf.config_json.parts import Arguments, ConfigPart
+from mkd.checkpoint.hf.config_json.reader import ConfigReader
 from mkd.checkpoint.hf.layouts import ATTENTION_OUTPUT, REPLICATED, rows
 from mkd.checkpoint.hf.tables import MLP, Entry, mixture, shared_experts
 from mkd.errors import MkdCheckpointError

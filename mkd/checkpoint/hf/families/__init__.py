@@ -3,7 +3,7 @@
 A family is one `Family` object. Loading, import, export, checks and pruning are derived from it. To add a family (QWEN3
 takes 7 lines):
 
-1. `parts`: the parts of config.json (`config_parts.py`) that translate its keys to Megatron arguments and back. If no
+1. `parts`: the parts of config.json (`config_json/`) that translate its keys to Megatron arguments and back. If no
    existing part covers a key, write a `ConfigPart`: a function that reads the keys, and one that writes them.
 2. `table`: the tensors (`tables.py`), one `Entry` per Megatron parameter; `decoder(attention, mlp)` assembles a model.
 3. `fixed`: the Megatron arguments with one value in the whole family; start from `DENSE` or `MIXTURE`

@@ -6,13 +6,13 @@ Source: transformers, models/cohere2.
 
 from typing import Any
 
-from mkd.checkpoint.hf.config_parts import FFN, SILU, SIZES, Arguments, ConfigPart, required
-from mkd.checkpoint.hf.config_reader import ConfigReader
+from mkd.checkpoint.hf.config_json.parts import FFN, SILU, SIZES, Arguments, ConfigPart, required
+from mkd.checkpoint.hf.config_json.reader import ConfigReader
+from mkd.checkpoint.hf.config_json.rope import INTERLEAVED_ROPE
+from mkd.checkpoint.hf.config_json.windows import ALTERNATING_WINDOWS, layer_windows
 from mkd.checkpoint.hf.families.family import ATTENTION, DENSE, Family, but
 from mkd.checkpoint.hf.latent import LATENT_INPUT_NORM
-from mkd.checkpoint.hf.rope import INTERLEAVED_ROPE
 from mkd.checkpoint.hf.tables import MLP, decoder
-from mkd.checkpoint.hf.windows import ALTERNATING_WINDOWS, layer_windows
 
 
 def _read_sizes(config: ConfigReader) -> dict[str, Any]:

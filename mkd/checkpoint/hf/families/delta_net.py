@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mkd.checkpoint.hf.config_parts import Arguments, ConfigPart
-from mkd.checkpoint.hf.config_reader import ConfigReader
+from mkd.checkpoint.hf.config_json.parts import Arguments, ConfigPart
+from mkd.checkpoint.hf.config_json.reader import ConfigReader
 from mkd.checkpoint.hf.layouts import REPLICATED, Dims, Layout, Read, TensorShard, columns, gated_qkv, row_blocks, rows
 from mkd.checkpoint.hf.tables import ATTENTION_OUT, HEAD_NORMS, INPUT_NORM, Entry
 

@@ -1,6 +1,31 @@
 """Families without experts."""
 
-from mkd.checkpoint.hf.config_parts import ATTENTION_BIASES, BIASES, FFN, SILU, SIZES, ConfigPart, qkv_bias, required
+from mkd.checkpoint.hf.config_json.parts import (
+    ATTENTION_BIASES,
+    BIASES,
+    FFN,
+    SILU,
+    SIZES,
+    ConfigPart,
+    qkv_bias,
+    required,
+)
+from mkd.checkpoint.hf.config_json.rope import (
+    INTERLEAVED_ROPE,
+    LAYERS_WITHOUT_ROPE,
+    PARTIAL_ROPE,
+    ROPE,
+    ROPE_OR_LONGROPE,
+    given,
+)
+from mkd.checkpoint.hf.config_json.windows import (
+    LAYER_WINDOWS,
+    LAYER_WINDOWS_OF_FOUR,
+    NO_WINDOW,
+    OPTIONAL_LAYER_WINDOWS,
+    WINDOW,
+)
+from mkd.checkpoint.hf.config_json.yarn import LATENT_ROPE
 from mkd.checkpoint.hf.families.family import ATTENTION, ATTENTION_BIAS_ARGUMENTS, DENSE, DENSE_LAYER, Family, but
 from mkd.checkpoint.hf.latent import (
     LATENT_ATTENTION,
@@ -9,7 +34,6 @@ from mkd.checkpoint.hf.latent import (
     LATENT_INPUT_NORM,
     LATENT_SIZES,
 )
-from mkd.checkpoint.hf.rope import INTERLEAVED_ROPE, LAYERS_WITHOUT_ROPE, PARTIAL_ROPE, ROPE, ROPE_OR_LONGROPE, given
 from mkd.checkpoint.hf.tables import (
     ATTENTION_OUT,
     HEAD_NORMS,
@@ -24,8 +48,6 @@ from mkd.checkpoint.hf.tables import (
     UNGATED_MLP,
     decoder,
 )
-from mkd.checkpoint.hf.windows import LAYER_WINDOWS, LAYER_WINDOWS_OF_FOUR, NO_WINDOW, OPTIONAL_LAYER_WINDOWS, WINDOW
-from mkd.checkpoint.hf.yarn import LATENT_ROPE
 
 BIASED_ATTENTION = (QKV_WEIGHT, OPTIONAL_QKV_BIAS, ATTENTION_OUT, OPTIONAL_ATTENTION_OUT_BIAS)
 BIASED_LAYER = (*DENSE_LAYER, *OPTIONAL_MLP_BIAS)

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mkd.checkpoint.hf.config_parts import ConfigPart
-from mkd.checkpoint.hf.config_reader import ConfigReader
+from mkd.checkpoint.hf.config_json.parts import ConfigPart
+from mkd.checkpoint.hf.config_json.reader import ConfigReader
 from mkd.checkpoint.hf.families.delta_net import delta_net_dims
 from mkd.checkpoint.hf.families.mamba import mamba_dims
 from mkd.checkpoint.hf.latent import latent_dims

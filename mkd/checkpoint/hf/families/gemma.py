@@ -7,14 +7,14 @@ Sources: transformers, models/gemma2 and models/gemma3.
 from dataclasses import replace
 from typing import Any
 
-from mkd.checkpoint.hf.config_parts import FFN, SIZES, Arguments, ConfigPart, required
-from mkd.checkpoint.hf.config_reader import ConfigReader
+from mkd.checkpoint.hf.config_json.layer_ropes import LINEAR_AND_LOCAL_ROPE
+from mkd.checkpoint.hf.config_json.parts import FFN, SIZES, Arguments, ConfigPart, required
+from mkd.checkpoint.hf.config_json.reader import ConfigReader
+from mkd.checkpoint.hf.config_json.rope import PLAIN_ROPE
+from mkd.checkpoint.hf.config_json.windows import ALTERNATING_WINDOWS, layer_windows
 from mkd.checkpoint.hf.families.family import ATTENTION, DENSE, Family, but
 from mkd.checkpoint.hf.families.olmo import ATTENTION_POST_NORM, MLP_POST_NORM
-from mkd.checkpoint.hf.layer_ropes import LINEAR_AND_LOCAL_ROPE
-from mkd.checkpoint.hf.rope import PLAIN_ROPE
 from mkd.checkpoint.hf.tables import ATTENTION_OUT, HEAD_NORMS, MLP, MLP_NORM, QKV_WEIGHT, decoder
-from mkd.checkpoint.hf.windows import ALTERNATING_WINDOWS, layer_windows
 from mkd.errors import MkdCheckpointError
 
 

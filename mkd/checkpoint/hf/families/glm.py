@@ -6,10 +6,10 @@ Source: transformers, models/glm4.
 
 from dataclasses import replace
 
-from mkd.checkpoint.hf.config_parts import FFN, SILU, SIZES, ConfigPart
+from mkd.checkpoint.hf.config_json.parts import FFN, SILU, SIZES, ConfigPart
+from mkd.checkpoint.hf.config_json.rope import PARTIAL_ROPE, PLAIN_ROPE
 from mkd.checkpoint.hf.families.family import ATTENTION, DENSE, Family, but
 from mkd.checkpoint.hf.families.olmo import ATTENTION_POST_NORM, MLP_POST_NORM
-from mkd.checkpoint.hf.rope import PARTIAL_ROPE, PLAIN_ROPE
 from mkd.checkpoint.hf.tables import MLP_NORM, PACKED_MLP, QKV_BIAS, Entry, decoder
 
 _OPTIONAL_BIAS = ConfigPart(

@@ -7,11 +7,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mkd.checkpoint.hf.config_parts import ATTENTION_BIASES, BIASES, FFN, SILU, SIZES, Arguments, ConfigPart, required
-from mkd.checkpoint.hf.config_reader import ConfigReader
+from mkd.checkpoint.hf.config_json.parts import (
+    ATTENTION_BIASES,
+    BIASES,
+    FFN,
+    SILU,
+    SIZES,
+    Arguments,
+    ConfigPart,
+    required,
+)
+from mkd.checkpoint.hf.config_json.reader import ConfigReader
+from mkd.checkpoint.hf.config_json.rope import ROPE
 from mkd.checkpoint.hf.families.dense import BIASED_ATTENTION, BIASED_LAYER
 from mkd.checkpoint.hf.families.family import ATTENTION_BIAS_ARGUMENTS, DENSE, Family, but
-from mkd.checkpoint.hf.rope import ROPE
 from mkd.checkpoint.hf.tables import (
     ATTENTION_OUT,
     MLP_NORM,

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mkd.checkpoint.hf.config_parts import SILU, SIZES, Arguments, ConfigPart, required
-from mkd.checkpoint.hf.config_reader import ConfigReader
+from mkd.checkpoint.hf.config_json.parts import SILU, SIZES, Arguments, ConfigPart, required
+from mkd.checkpoint.hf.config_json.reader import ConfigReader
+from mkd.checkpoint.hf.config_json.rope import INTERLEAVED_ROPE, LAYERS_WITHOUT_ROPE
 from mkd.checkpoint.hf.families.family import ATTENTION, MIXTURE, Family, but
 from mkd.checkpoint.hf.gpt_oss import TRANSPOSED_EXPERT_DOWN, expert_layout
 from mkd.checkpoint.hf.latent import MLP_OR_MOE_NORM, is_dense, is_mixture
 from mkd.checkpoint.hf.layouts import REPLICATED, Dims, TensorShard
-from mkd.checkpoint.hf.rope import INTERLEAVED_ROPE, LAYERS_WITHOUT_ROPE
 from mkd.checkpoint.hf.tables import MLP, Entry, decoder, expert_entry, shared_experts
 from mkd.errors import MkdCheckpointError
 

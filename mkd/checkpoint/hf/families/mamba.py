@@ -5,8 +5,8 @@ Sources: transformers, models/nemotron_h.
 
 from typing import Any
 
-from mkd.checkpoint.hf.config_parts import Arguments, ConfigPart
-from mkd.checkpoint.hf.config_reader import ConfigReader
+from mkd.checkpoint.hf.config_json.parts import Arguments, ConfigPart
+from mkd.checkpoint.hf.config_json.reader import ConfigReader
 from mkd.checkpoint.hf.layouts import columns, row_blocks, rows
 from mkd.checkpoint.hf.tables import Entry, Where
 from mkd.models.layer_options import ATTENTION, MAMBA, MIXTURE, MLP_ONLY

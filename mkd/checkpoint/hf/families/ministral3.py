@@ -7,12 +7,12 @@ Source: transformers, models/ministral3.
 
 from typing import Any
 
-from mkd.checkpoint.hf.config_parts import FFN, SILU, SIZES, Arguments, ConfigPart
-from mkd.checkpoint.hf.config_reader import ConfigReader, RopeConfig
+from mkd.checkpoint.hf.config_json.parts import FFN, SILU, SIZES, Arguments, ConfigPart
+from mkd.checkpoint.hf.config_json.reader import ConfigReader, RopeConfig
+from mkd.checkpoint.hf.config_json.rope import YARN
+from mkd.checkpoint.hf.config_json.windows import WINDOW
 from mkd.checkpoint.hf.families.family import ATTENTION, DENSE, DENSE_LAYER, Family, but
-from mkd.checkpoint.hf.rope import YARN
 from mkd.checkpoint.hf.tables import decoder
-from mkd.checkpoint.hf.windows import WINDOW
 from mkd.errors import MkdCheckpointError
 
 _RISE = "llama_4_scaling_beta"

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from mkd.checkpoint.hf.config_parts import (
+from mkd.checkpoint.hf.config_json.parts import (
     ATTENTION_BIASES,
     EXPERT_FFN,
     EXPERTS_HAVE_FFN,
@@ -19,7 +19,10 @@ from mkd.checkpoint.hf.config_parts import (
     qkv_bias,
     required,
 )
-from mkd.checkpoint.hf.config_reader import ConfigReader
+from mkd.checkpoint.hf.config_json.reader import ConfigReader
+from mkd.checkpoint.hf.config_json.rope import PARTIAL_ROPE, ROPE, WHOLE_ROPE, given
+from mkd.checkpoint.hf.config_json.windows import ALTERNATING_WINDOWS, NO_WINDOW, UPPER_LAYER_WINDOWS, WINDOW
+from mkd.checkpoint.hf.config_json.yarn import LATENT_ROPE
 from mkd.checkpoint.hf.families.family import ATTENTION, ATTENTION_BIAS_ARGUMENTS, MIXTURE, Family, but
 from mkd.checkpoint.hf.gpt_oss import BIASED_MIXTURE, CLAMPED_GLU, SINK_ATTENTION
 from mkd.checkpoint.hf.latent import (
@@ -35,7 +38,6 @@ from mkd.checkpoint.hf.latent import (
     routed_experts,
 )
 from mkd.checkpoint.hf.layouts import EXPERT_DOWN, row_blocks
-from mkd.checkpoint.hf.rope import PARTIAL_ROPE, ROPE, WHOLE_ROPE, given
 from mkd.checkpoint.hf.tables import (
     ATTENTION_OUT,
     HEAD_NORMS,
@@ -50,8 +52,6 @@ from mkd.checkpoint.hf.tables import (
     mixture,
     shared_experts,
 )
-from mkd.checkpoint.hf.windows import ALTERNATING_WINDOWS, NO_WINDOW, UPPER_LAYER_WINDOWS, WINDOW
-from mkd.checkpoint.hf.yarn import LATENT_ROPE
 
 _NORMED_ATTENTION = (QKV_WEIGHT, OPTIONAL_QKV_BIAS, *HEAD_NORMS, ATTENTION_OUT, OPTIONAL_ATTENTION_OUT_BIAS)
 

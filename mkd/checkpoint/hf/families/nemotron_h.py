@@ -7,8 +7,8 @@ Source: transformers, models/nemotron_h.
 from dataclasses import replace
 from typing import Any
 
-from mkd.checkpoint.hf.config_parts import FFN, SIZES, Arguments, ConfigPart, required
-from mkd.checkpoint.hf.config_reader import ConfigReader
+from mkd.checkpoint.hf.config_json.parts import FFN, SIZES, Arguments, ConfigPart, required
+from mkd.checkpoint.hf.config_json.reader import ConfigReader
 from mkd.checkpoint.hf.families.family import DENSE, Family, but
 from mkd.checkpoint.hf.families.mamba import MAMBA_SIZES, has_mixer, mamba_entries, read_mixers, write_mixers
 from mkd.checkpoint.hf.latent import no_dense, routed_experts

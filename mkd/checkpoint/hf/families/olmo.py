@@ -6,7 +6,8 @@ Sources: transformers, models/olmoe, models/olmo2 and models/olmo3.
 
 from typing import Any
 
-from mkd.checkpoint.hf.config_parts import (
+from mkd.checkpoint.hf.config_json.layer_ropes import YARN_AND_LOCAL_ROPE
+from mkd.checkpoint.hf.config_json.parts import (
     EXPERTS_HAVE_FFN,
     FFN,
     OPTIONAL_NORMALIZED_ROUTER,
@@ -16,11 +17,11 @@ from mkd.checkpoint.hf.config_parts import (
     experts,
     required,
 )
-from mkd.checkpoint.hf.config_reader import ConfigReader
+from mkd.checkpoint.hf.config_json.reader import ConfigReader
+from mkd.checkpoint.hf.config_json.rope import PLAIN_ROPE, ROPE
+from mkd.checkpoint.hf.config_json.windows import THREE_OF_FOUR_WINDOWS
 from mkd.checkpoint.hf.families.family import DENSE, MIXTURE, Family, but
-from mkd.checkpoint.hf.layer_ropes import YARN_AND_LOCAL_ROPE
 from mkd.checkpoint.hf.layouts import REPLICATED, rows
-from mkd.checkpoint.hf.rope import PLAIN_ROPE, ROPE
 from mkd.checkpoint.hf.tables import (
     ATTENTION_OUT,
     EMBEDDING,
@@ -33,7 +34,6 @@ from mkd.checkpoint.hf.tables import (
     decoder,
     mixture,
 )
-from mkd.checkpoint.hf.windows import THREE_OF_FOUR_WINDOWS
 
 _MG, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 _WIDE_NORMS = tuple(

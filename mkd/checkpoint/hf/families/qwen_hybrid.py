@@ -4,7 +4,7 @@ norms with weights of 1 + w, partial rope.
 Sources: transformers, models/qwen3_next, models/qwen3_5 and models/qwen3_5_moe.
 """
 
-from mkd.checkpoint.hf.config_parts import (
+from mkd.checkpoint.hf.config_json.parts import (
     EXPERT_FFN,
     FFN,
     NORMALIZED_ROUTER,
@@ -15,10 +15,10 @@ from mkd.checkpoint.hf.config_parts import (
     experts,
     required,
 )
+from mkd.checkpoint.hf.config_json.rope import PARTIAL_ROPE, ROPE
 from mkd.checkpoint.hf.families.delta_net import DELTA_NET, JOINED_PROJECTION, SEPARATE_PROJECTIONS, hybrid_attention
 from mkd.checkpoint.hf.families.family import DENSE, MIXTURE, Family, but
 from mkd.checkpoint.hf.families.mixtures import NUM_EXPERTS, SHARED_EXPERT_LAYER
-from mkd.checkpoint.hf.rope import PARTIAL_ROPE, ROPE
 from mkd.checkpoint.hf.tables import EMBEDDING, FINAL_NORM, HEAD, MLP, MLP_NORM
 
 _HYBRID = {

@@ -3,9 +3,9 @@
 import math
 from typing import Any
 
-from mkd.checkpoint.hf.config_parts import Arguments, ConfigPart
-from mkd.checkpoint.hf.config_reader import ConfigReader, RopeConfig
-from mkd.checkpoint.hf.yarn import PLAIN_YARN, read_yarn, write_yarn
+from mkd.checkpoint.hf.config_json.parts import Arguments, ConfigPart
+from mkd.checkpoint.hf.config_json.reader import ConfigReader, RopeConfig
+from mkd.checkpoint.hf.config_json.yarn import PLAIN_YARN, read_yarn, write_yarn
 from mkd.errors import MkdCheckpointError
 
 # megatron/core/models/common/embeddings/rotary_pos_embedding.py, RotaryEmbedding._apply_scaling: constants there

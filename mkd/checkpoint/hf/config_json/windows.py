@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from mkd.checkpoint.hf.config_parts import Arguments, ConfigPart
-from mkd.checkpoint.hf.config_reader import ConfigReader
+from mkd.checkpoint.hf.config_json.parts import Arguments, ConfigPart
+from mkd.checkpoint.hf.config_json.reader import ConfigReader
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mkd.checkpoint.hf.config_parts import Arguments, ConfigPart
-from mkd.checkpoint.hf.config_reader import ConfigReader, RopeConfig
+from mkd.checkpoint.hf.config_json.parts import Arguments, ConfigPart
+from mkd.checkpoint.hf.config_json.reader import ConfigReader, RopeConfig
 
 # config.json key -> Megatron argument, for latent attention and for plain attention. `truncate` has no argument in
 # latent attention, which always rounds.

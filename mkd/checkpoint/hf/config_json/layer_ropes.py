@@ -7,9 +7,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from mkd.checkpoint.hf.config_parts import Arguments, ConfigPart
-from mkd.checkpoint.hf.config_reader import ConfigReader
-from mkd.checkpoint.hf.rope import ROPE_OR_YARN
+from mkd.checkpoint.hf.config_json.parts import Arguments, ConfigPart
+from mkd.checkpoint.hf.config_json.reader import ConfigReader
+from mkd.checkpoint.hf.config_json.rope import ROPE_OR_YARN
 
 _FULL, _LOCAL = "full_attention", "sliding_attention"
 

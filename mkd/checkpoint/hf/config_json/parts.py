@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mkd.checkpoint.hf.config_reader import ConfigReader
+from mkd.checkpoint.hf.config_json.reader import ConfigReader
 from mkd.errors import MkdCheckpointError
 
 Arguments = Mapping[str, Any]
