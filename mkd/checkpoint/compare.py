@@ -28,7 +28,7 @@ from mkd.config.megatron.teacher_args import teacher_arguments
 from mkd.cpu.flags import set_cpu_values
 from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.models.gpt import gpt_config
-from mkd.utils.pretrained import load_model, load_tokenizer
+from mkd.utils.model_folders.pretrained import load_model, load_tokenizer
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from mkd.errors import MkdCheckpointError
-from mkd.utils.folder_formats import LFS_HINT, LFS_POINTER
 from mkd.utils.json_files import parse_json
+from mkd.utils.lfs_pointers import LFS_HINT, LFS_POINTER
 
 DTYPES = {
     "F64": torch.float64,

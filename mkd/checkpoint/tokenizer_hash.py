@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mkd.errors import MkdCheckpointError
-from mkd.utils.hub_folder import model_folder
 from mkd.utils.json_files import MOST_BYTES, parse_json, read_regular
+from mkd.utils.model_folders.hub_folder import model_folder
 
 ASSETS = "hf_assets"
 """Subfolder of a Megatron checkpoint with config.json and tokenizer of the Hugging Face model that it comes from."""

@@ -175,7 +175,7 @@ def vocabulary_of(folder: Path) -> int:
         found = config.get("vocab_size")
         if found is not None:
             return found
-    from mkd.utils.pretrained import load_tokenizer
+    from mkd.utils.model_folders.pretrained import load_tokenizer
 
     return len(load_tokenizer(str(folder)))
 

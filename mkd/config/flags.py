@@ -19,7 +19,7 @@ from mkd.config.kd_config import KDConfig
 from mkd.config.kd_fields import KDFields
 from mkd.errors import MkdConfigError, MkdPackageError
 from mkd.utils.encoding import require_text
-from mkd.utils.hub_folder import model_folder
+from mkd.utils.model_folders.hub_folder import model_folder
 
 # Prefixes of Megatron flags that conflict with distillation -> the flags to use instead.
 # Checked on the command line itself: some of them exist only if further packages are installed.

@@ -49,9 +49,9 @@ from mkd.models.layer_maps import KEY_PREFIX, pair_of_key
 from mkd.models.lora import Lora
 from mkd.rollout.on_policy import OnPolicy
 from mkd.utils.atomic_files import regular_target
-from mkd.utils.hub_folder import model_folder
-from mkd.utils.pretrained import holds_tokenizer, require_tokenizer_files
-from mkd.utils.tokenizer_flag import adopt_tokenizer, tokenizer_flag, tokenizer_origin
+from mkd.utils.model_folders.hub_folder import model_folder
+from mkd.utils.model_folders.pretrained import holds_tokenizer, require_tokenizer_files
+from mkd.utils.model_folders.tokenizer_flag import adopt_tokenizer, tokenizer_flag, tokenizer_origin
 
 
 @dataclass

@@ -30,7 +30,7 @@ from mkd.errors import MkdConfigError, MkdDataError
 from mkd.rollout.rows import WrittenViews
 from mkd.train.cross_tokenizer import CrossTokenizer
 from mkd.utils.logging import logger
-from mkd.utils.tokenizer_flag import tokenizer_flag
+from mkd.utils.model_folders.tokenizer_flag import tokenizer_flag
 from mkd.xtoken.text.conversations import ends_of_turn
 from mkd.xtoken.text.tokenize_and_align import TextAligner
 from mkd.xtoken.text.tokens import Role, SpanTokenizer

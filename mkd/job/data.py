@@ -32,7 +32,7 @@ from mkd.errors import MkdCacheError
 from mkd.job.cross_tokenizer import CrossTokenizers, row_layout
 from mkd.teacher.cache.meta import META
 from mkd.utils.logging import logger
-from mkd.utils.tokenizer_flag import tokenizer_flag
+from mkd.utils.model_folders.tokenizer_flag import tokenizer_flag
 
 
 def refuse_data_cache(folder: Path, args: Namespace, flag: str) -> None:

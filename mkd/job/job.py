@@ -40,8 +40,8 @@ from mkd.train.nan_check import FiniteCheck
 from mkd.train.objective import LossContext
 from mkd.train.step import ForwardStep
 from mkd.utils.logging import logger, set_level
-from mkd.utils.pretrained import load_tokenizer
-from mkd.utils.tokenizer_flag import tokenizer_flag
+from mkd.utils.model_folders.pretrained import load_tokenizer
+from mkd.utils.model_folders.tokenizer_flag import tokenizer_flag
 
 
 @dataclass(frozen=True)

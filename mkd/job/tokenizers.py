@@ -15,7 +15,7 @@ from mkd.checkpoint.tokenizer_hash import tokenizer_hash
 from mkd.config.kd_config import KDConfig
 from mkd.errors import MkdConfigError
 from mkd.utils.logging import logger
-from mkd.utils.tokenizer_flag import tokenizer_flag
+from mkd.utils.model_folders.tokenizer_flag import tokenizer_flag
 
 
 def folder_of_tokenizer(args: Namespace, student: ModelSource | None) -> Path | None:

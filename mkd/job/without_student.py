@@ -14,7 +14,7 @@ from mkd.errors import MkdConfigError
 from mkd.models.delta_rule import missing_kernel
 from mkd.models.gated_delta_net import VARIANT
 from mkd.utils.logging import logger
-from mkd.utils.tokenizer_flag import adopt_tokenizer
+from mkd.utils.model_folders.tokenizer_flag import adopt_tokenizer
 
 
 def describe_teacher(args: Namespace, source: ModelSource, student: ModelSource | None) -> None:

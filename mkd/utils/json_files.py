@@ -12,15 +12,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from mkd.utils.folder_formats import LFS_HINT, LFS_POINTER
-from mkd.utils.tokenizer_files import TOKENIZER_FILES
+from mkd.utils.lfs_pointers import LFS_HINT, LFS_POINTER
 
 MOST_BYTES = 64 << 20
 """Largest JSON text. The largest tokenizer.json has about 35 MB; a text of empty lists grows 20-fold in memory."""
-_READ_WHOLE = {*TOKENIZER_FILES, "config.json", "generation_config.json", "model.safetensors.index.json"}
-"""Files of a model folder that other libraries read as a whole, beside chat templates."""
-_TEMPLATES = "additional_chat_templates"
-"""Folder in a model folder from which transformers reads further chat templates."""
 _DEPTH = 100
 """Deepest nesting. Parsers of other libraries end at 128."""
 
@@ -81,27 +76,6 @@ def read_regular(path: Path, at_most: int) -> bytes:
     if left <= 0:
         raise ValueError(f"it has {state.st_size:,} bytes; at most {at_most:,} are read")
     return content
-
-
-def require_regular_files(folder: Path) -> None:
-    """Check a model folder that another library reads.
-
-    Raises:
-        ValueError: naming a pipe, device or socket in it, whose reading could wait forever, or a file that would take
-            too much memory.
-    """
-    folders = [one for one in (folder, folder / _TEMPLATES) if one.is_dir()]
-    for path in (path for one in folders for path in sorted(one.iterdir())):
-        try:
-            state = path.stat()
-        except OSError:
-            continue
-        name = path.relative_to(folder)
-        if not (stat.S_ISREG(state.st_mode) or stat.S_ISDIR(state.st_mode)):
-            raise ValueError(f"{name} is not a regular file")
-        is_whole = path.name in _READ_WHOLE or path.suffix == ".jinja"
-        if is_whole and stat.S_ISREG(state.st_mode) and state.st_size > MOST_BYTES:
-            raise ValueError(f"{name} has {state.st_size:,} bytes; at most {MOST_BYTES:,} are read")
 
 
 def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

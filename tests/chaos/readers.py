@@ -34,8 +34,8 @@ from mkd.report.html.page import write_report
 from mkd.report.trackers import RunIds
 from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.cache.writer import recover
-from mkd.utils.hub_folder import model_folder
 from mkd.utils.limits import limited
+from mkd.utils.model_folders.hub_folder import model_folder
 from mkd.xtoken.vocabulary.projection import Projection
 from tests.chaos import mutations
 from tests.chaos.fuzz import RUN_FILE, TARGETS, WRITTEN

@@ -21,8 +21,8 @@ from transformers.utils import logging
 
 from mkd.errors import MkdDataError, MkdError
 from mkd.utils.atomic_files import replacing
-from mkd.utils.hub_folder import model_folder
-from mkd.utils.pretrained import load_model, load_tokenizer
+from mkd.utils.model_folders.hub_folder import model_folder
+from mkd.utils.model_folders.pretrained import load_model, load_tokenizer
 
 Messages = list[dict[str, str]]
 

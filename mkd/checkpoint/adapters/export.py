@@ -18,8 +18,8 @@ from mkd.checkpoint.hf.model_card import model_card
 from mkd.checkpoint.hf.whole_model import WholeModel, stored_architecture
 from mkd.checkpoint.hf.writer import StagedFolder, WeightsWriter, plan_bytes, write_json
 from mkd.checkpoint.megatron.folder import MegatronFolder
+from mkd.utils.model_folders.tokenizer_files import TOKENIZER_FILES
 from mkd.utils.progress import ByteProgress
-from mkd.utils.tokenizer_files import TOKENIZER_FILES
 
 
 def export_peft(

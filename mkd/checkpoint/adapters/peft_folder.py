@@ -38,7 +38,7 @@ from mkd.checkpoint.safetensors_files import read_header, write_tensors
 from mkd.checkpoint.tokenizer_hash import hash_hex, read_json_object
 from mkd.config.lora import LARGEST_RANK
 from mkd.errors import MkdCheckpointError
-from mkd.utils.hub_folder import download_hint
+from mkd.utils.model_folders.hub_folder import download_hint
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

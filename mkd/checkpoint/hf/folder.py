@@ -20,9 +20,9 @@ from mkd.checkpoint.staged_reads import Staging
 from mkd.checkpoint.tokenizer_hash import ASSETS, read_json_object, tokenizer_hash
 from mkd.errors import MkdCheckpointError
 from mkd.utils.atomic_files import copy_file, write_bytes
-from mkd.utils.folder_formats import CONFIG, megatron_hint
-from mkd.utils.hub_folder import download_hint, model_folder
-from mkd.utils.tokenizer_files import PROCESSOR_FILES, TOKENIZER_FILES
+from mkd.utils.model_folders.formats import CONFIG, megatron_hint
+from mkd.utils.model_folders.hub_folder import download_hint, model_folder
+from mkd.utils.model_folders.tokenizer_files import PROCESSOR_FILES, TOKENIZER_FILES
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -20,8 +20,8 @@ from mkd.checkpoint.megatron.integrity import DAMAGE, changed_files, changed_ind
 from mkd.checkpoint.tokenizer_hash import ASSETS, hash_hex, tokenizer_hash
 from mkd.compat.unpickling import allowed_classes_only, load_object
 from mkd.errors import MkdCheckpointError, MkdError
-from mkd.utils.folder_formats import TRACKER, hf_hint
 from mkd.utils.json_files import read_json, read_regular
+from mkd.utils.model_folders.formats import TRACKER, hf_hint
 from mkd.utils.near_paths import near_path_hint
 
 TRACKER_BYTES = 1 << 20

@@ -16,8 +16,8 @@ from mkd.data.sources.data_files import FileFormat, data_files
 from mkd.data.sources.record_forms import is_conversation
 from mkd.data.sources.text import decode, json_object, read_batches, require_unicode
 from mkd.errors import MkdConfigError, MkdDataError
-from mkd.utils.chat_template import apply_chat_template
-from mkd.utils.pretrained import load_model, load_tokenizer
+from mkd.utils.model_folders.chat_template import apply_chat_template
+from mkd.utils.model_folders.pretrained import load_model, load_tokenizer
 
 
 def magnitude_importance(folder: HFFolder, family: Family, args: dict[str, Any]) -> Importance:

@@ -29,10 +29,10 @@ from mkd.config.run_state import RunState
 from mkd.cpu.flags import set_cpu_values
 from mkd.cpu.machine_needs import check_machine_needs
 from mkd.errors import MkdConfigError, MkdNodeError
-from mkd.utils.json_files import require_regular_files
 from mkd.utils.logging import logger
-from mkd.utils.pretrained import code_needed, from_disk_alone
-from mkd.utils.tokenizer_flag import tokenizer_origin
+from mkd.utils.model_folders.pretrained import code_needed, from_disk_alone
+from mkd.utils.model_folders.regular_files import require_regular_files
+from mkd.utils.model_folders.tokenizer_flag import tokenizer_origin
 
 
 @dataclass

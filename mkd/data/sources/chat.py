@@ -28,8 +28,8 @@ from mkd.data.sources.conversation import ASSISTANT, SPOKEN, Conversation
 from mkd.data.sources.record_forms import AS_FOUND, RecordOptions
 from mkd.data.sources.text import BadRecords, RawBatch, once_per_process, require_unicode
 from mkd.errors import MkdCheckpointError, MkdDataError
-from mkd.utils.chat_template import apply_chat_template
-from mkd.utils.pretrained import load_tokenizer, token_rules
+from mkd.utils.model_folders.chat_template import apply_chat_template
+from mkd.utils.model_folders.pretrained import load_tokenizer, token_rules
 
 EMPTY, UNSUPERVISED = "with an empty message", "without a word of the assistant"
 """Reasons for leaving out a conversation."""

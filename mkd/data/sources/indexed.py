@@ -22,7 +22,7 @@ from mkd.data.sources.text import BadRecords, EncodedBatch, Encoding, encode, eo
 from mkd.errors import MkdDataError
 from mkd.utils.atomic_files import PARTIAL, naming, only_writer, publish_files, regular_target
 from mkd.utils.json_files import read_json
-from mkd.utils.pretrained import load_tokenizer
+from mkd.utils.model_folders.pretrained import load_tokenizer
 
 BYTES_PER_WORKER = 4 << 20
 """Input below which another worker process costs more to start (about 2 s) than it saves."""

@@ -21,7 +21,7 @@ from mkd.data.sources.record_forms import is_conversation
 from mkd.errors import MkdDataError
 from mkd.utils.json_files import parse_json
 from mkd.utils.limits import call_within
-from mkd.utils.pretrained import load_tokenizer
+from mkd.utils.model_folders.pretrained import load_tokenizer
 
 BATCH_BYTES = 1 << 20
 """Raw text per batch: large enough that sending it costs little, small enough that all workers finish together."""

@@ -23,7 +23,7 @@ from mkd.teacher.cache.meta import CacheMeta
 from mkd.teacher.cache.record_format import MAX_COUNT, MAX_VOCAB
 from mkd.teacher.cache.writer import check_folder
 from mkd.utils.logging import logger, set_level
-from mkd.utils.tokenizer_flag import tokenizer_origin
+from mkd.utils.model_folders.tokenizer_flag import tokenizer_origin
 
 _KD_FIELDS = (
     *("teacher_hf", "teacher_load", "teacher_dtype", "teacher_offload", "student_hf", "loss_chunk_rows"),

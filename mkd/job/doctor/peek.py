@@ -18,8 +18,8 @@ from mkd.data.sources.stores import DocumentStore, first_records, is_chat_file
 from mkd.errors import visible
 from mkd.job.cross_tokenizer import row_layout
 from mkd.job.job import Job
-from mkd.utils.pretrained import load_tokenizer
-from mkd.utils.tokenizer_flag import tokenizer_flag
+from mkd.utils.model_folders.pretrained import load_tokenizer
+from mkd.utils.model_folders.tokenizer_flag import tokenizer_flag
 
 TARGET, CONTEXT = "green", "dim"
 """Styles of targets and of other tokens."""

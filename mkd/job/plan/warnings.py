@@ -8,7 +8,7 @@ from mkd.config.kd_config import KDConfig
 from mkd.job.job import Job
 from mkd.job.teachers.inference import InferenceSource
 from mkd.job.tokenizers import hash_of_tokenizer
-from mkd.utils.tokenizer_flag import tokenizer_flag
+from mkd.utils.model_folders.tokenizer_flag import tokenizer_flag
 
 
 def job_warnings(job: Job) -> list[str]:

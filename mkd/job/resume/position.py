@@ -14,8 +14,8 @@ from mkd.config.megatron.data_args import training_prefixes
 from mkd.config.run_state import RunState
 from mkd.data.sources.stores import content_fingerprint, is_chat_file
 from mkd.utils.atomic_files import hash_of
-from mkd.utils.pretrained import tokenizer_fingerprint
-from mkd.utils.tokenizer_flag import tokenizer_flag
+from mkd.utils.model_folders.pretrained import tokenizer_fingerprint
+from mkd.utils.model_folders.tokenizer_flag import tokenizer_flag
 
 _ROW_OPTIONS = ("kd_packing", "kd_packing_multiple", "kd_long_samples", "kd_teacher_seq_length")
 

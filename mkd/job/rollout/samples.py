@@ -19,9 +19,9 @@ from mkd.report.samples import Sample
 from mkd.rollout.engine.attention import reason_against_cache
 from mkd.rollout.interface import Decoding, Engine, Request, WrittenText
 from mkd.rollout.write import write_texts
-from mkd.utils.hub_folder import model_folder
-from mkd.utils.pretrained import load_tokenizer
-from mkd.utils.tokenizer_flag import tokenizer_flag
+from mkd.utils.model_folders.hub_folder import model_folder
+from mkd.utils.model_folders.pretrained import load_tokenizer
+from mkd.utils.model_folders.tokenizer_flag import tokenizer_flag
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from mkd.teacher.inference.teacher import InferenceTeacher
 from mkd.teacher.inference.texts import TextStore, named_errors
 from mkd.teacher.run_ahead import AllRanks, RunAhead
 from mkd.utils.logging import current_rank
-from mkd.utils.pretrained import load_tokenizer
-from mkd.utils.tokenizer_flag import tokenizer_flag
+from mkd.utils.model_folders.pretrained import load_tokenizer
+from mkd.utils.model_folders.tokenizer_flag import tokenizer_flag
 
 CACHE_FLAG = "--kd-teacher-cache"
 _BEYOND_TEXT = 2

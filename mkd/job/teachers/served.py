@@ -28,7 +28,7 @@ from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.lm_head import fetch_head, requests_head
 from mkd.teacher.service.messages import MOST_ANSWER_BYTES
 from mkd.teacher.service.targets import SampledTargets, Targets, TopKTargets
-from mkd.utils.hub_folder import model_folder
+from mkd.utils.model_folders.hub_folder import model_folder
 
 
 @dataclass(frozen=True)

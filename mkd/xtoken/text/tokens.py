@@ -16,7 +16,7 @@ from mkd.data.sources.chat import ChatTemplate
 from mkd.data.sources.text import require_unicode
 from mkd.errors import MkdDataError
 from mkd.utils.json_files import parse_json
-from mkd.utils.pretrained import load_tokenizer
+from mkd.utils.model_folders.pretrained import load_tokenizer
 
 NOT_IN_TEXT = -1
 """Offset of a token that was added before or after a text."""

@@ -548,7 +548,7 @@ def test_a_template_that_jinja_cannot_read_is_no_broken_record(tmp_path: Path) -
     ],
 )
 def test_templates_that_do_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, words: str) -> None:
-    monkeypatch.setattr("mkd.utils.chat_template._SECONDS", 0.2)
+    monkeypatch.setattr("mkd.utils.model_folders.chat_template._SECONDS", 0.2)
     tokenizer = ChatTemplate(chat_tokenizer(tmp_path / "tokenizer", template), str(tmp_path))
     with pytest.raises(MkdDataError, match=rf"line 1: the chat template .* refuses the conversation: .*{words}"):
         tokenizer.text(Conversation(talk("a", "b"), where="line 1"))

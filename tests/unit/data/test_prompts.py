@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 
 from mkd.data.sources.prompts import SAMPLES, end_tokens, read_prompts, require_known_tokens
 from mkd.errors import MkdDataError
-from mkd.utils.pretrained import load_tokenizer
+from mkd.utils.model_folders.pretrained import load_tokenizer
 from tests.support.chats import FORGETFUL, MARKED, PLAIN, chat_tokenizer
 from tests.support.tokenizers_of_kinds import transformers_tokenizer
 

@@ -9,7 +9,7 @@ from mkd.data.sources import tasks
 from mkd.data.sources.prompts import Prompt, read_prompts
 from mkd.data.sources.tasks import Task, read_tasks
 from mkd.errors import MkdDataError
-from mkd.utils.pretrained import load_tokenizer
+from mkd.utils.model_folders.pretrained import load_tokenizer
 from tests.support.chats import MARKED, chat_tokenizer
 from tests.unit.data.test_prompts import write
 

@@ -12,7 +12,7 @@ from mkd.config.check_list import run_checks
 from mkd.config.flags import parse_command_line
 from mkd.config.kd_config import KDConfig
 from mkd.job.checks import CHECKS, JobDraft
-from mkd.utils.tokenizer_flag import tokenizer_flag
+from mkd.utils.model_folders.tokenizer_flag import tokenizer_flag
 from tests.support.hf_folders import add_tokenizer, make_llama
 
 

@@ -8,8 +8,8 @@ import pytest
 from mkd.checkpoint.source import ModelSource
 from mkd.data.checks import check_data
 from mkd.errors import MkdCheckpointError, MkdDataError
+from mkd.utils.model_folders.pretrained import load_tokenizer
 from mkd.utils.near_paths import near_path, near_path_hint
-from mkd.utils.pretrained import load_tokenizer
 
 
 @pytest.fixture

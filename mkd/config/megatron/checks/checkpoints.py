@@ -8,7 +8,7 @@ from mkd import cpu
 from mkd.config.kd_config import KDConfig
 from mkd.config.run_state import RunState
 from mkd.errors import MkdCheckpointError, MkdConfigError
-from mkd.utils.folder_formats import TRACKER, hf_hint
+from mkd.utils.model_folders.formats import TRACKER, hf_hint
 
 
 def _check_keep_best(args: Namespace, metric: str) -> None:

@@ -17,7 +17,7 @@ from mkd.errors import MkdConfigError, MkdDataError
 from mkd.job.plan.rollout import rollout_plan
 from mkd.job.rollout.on_policy import on_policy_of
 from mkd.job.teachers.common import SourceAtAddresses
-from mkd.utils.tokenizer_flag import adopt_tokenizer
+from mkd.utils.model_folders.tokenizer_flag import adopt_tokenizer
 from tests.support.chats import MARKED, chat_tokenizer
 from tests.support.hf_folders import change_json
 from tests.support.inference_server import StandIn, table_model

@@ -2,7 +2,7 @@
 
 A folder's `auto_map` names Python classes in the folder or on a hub. transformers reads the terminal before it runs
 them, and a "y" on standard input is an answer. Everything here is loaded from disk with `trust_remote_code=False`; this
-is the only module that calls `from_pretrained`, and `tests/unit/utils/test_pretrained.py` checks that.
+is the only module that calls `from_pretrained`, and `tests/unit/utils/model_folders/test_pretrained.py` checks that.
 """
 
 import json
@@ -17,10 +17,11 @@ from huggingface_hub import constants as hub_constants
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, dynamic_module_utils
 
 from mkd.errors import MkdCheckpointError, MkdDataError
-from mkd.utils.hub_folder import download_hint, model_folder
-from mkd.utils.json_files import read_json, require_regular_files
+from mkd.utils.json_files import read_json
 from mkd.utils.limits import call_within
-from mkd.utils.tokenizer_files import TOKENIZER_MARKERS
+from mkd.utils.model_folders.hub_folder import download_hint, model_folder
+from mkd.utils.model_folders.regular_files import require_regular_files
+from mkd.utils.model_folders.tokenizer_files import TOKENIZER_MARKERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from mkd.utils.chat_template import apply_chat_template
-from mkd.utils.pretrained import load_tokenizer
+from mkd.utils.model_folders.chat_template import apply_chat_template
+from mkd.utils.model_folders.pretrained import load_tokenizer
 from tests.support.chats import chat_tokenizer
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 QUESTION = [{"role": "user", "content": "a"}]
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
@@ -26,7 +26,7 @@ def test_one_module_applies_templates() -> None:
     found = {
         str(path.relative_to(ROOT)): calls_of_transformers(path.read_text()) for path in (ROOT / "mkd").rglob("*.py")
     }
-    assert {name for name, lines in found.items() if lines} == {"mkd/utils/chat_template.py"}
+    assert {name for name, lines in found.items() if lines} == {"mkd/utils/model_folders/chat_template.py"}
 
 
 def test_calls_are_found() -> None:
@@ -42,7 +42,7 @@ def test_dates_and_choices_are_constant(tmp_path: Path) -> None:
 
 
 def test_a_template_that_does_not_end_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mkd.utils.chat_template._SECONDS", 0.2)
+    monkeypatch.setattr("mkd.utils.model_folders.chat_template._SECONDS", 0.2)
     chat_tokenizer(tmp_path, ENDLESS)
     with pytest.raises(TimeoutError):
         apply_chat_template(load_tokenizer(str(tmp_path)), QUESTION, tokenize=False)

@@ -1,4 +1,4 @@
-"""mkd/utils/pretrained.py: no code of a folder runs, and nothing else loads tokenizers or models."""
+"""mkd/utils/model_folders/pretrained.py: no code of a folder runs, and nothing else loads tokenizers or models."""
 
 import ast
 import io
@@ -14,11 +14,11 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from mkd.config.megatron.arguments import _set_globals
 from mkd.errors import MkdCheckpointError, MkdConfigError, MkdDataError
-from mkd.utils.pretrained import from_disk_alone, load_model, load_tokenizer
+from mkd.utils.model_folders.pretrained import from_disk_alone, load_model, load_tokenizer
 from tests.support.e2e.quick_python import serving
 
-ROOT = Path(__file__).resolve().parents[3]
-ROOM = "mkd/utils/pretrained.py"
+ROOT = Path(__file__).resolve().parents[4]
+ROOM = "mkd/utils/model_folders/pretrained.py"
 FORBIDDEN = {"AutoTokenizer", "AutoConfig", "AutoProcessor", "AutoModel", "dynamic_module_utils", "pipeline"}
 CODE = """from pathlib import Path
 Path({mark!r}).touch()

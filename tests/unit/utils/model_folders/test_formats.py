@@ -11,7 +11,7 @@ from mkd.checkpoint.megatron.folder import MegatronFolder
 from mkd.config.megatron.checks.checkpoints import check_load
 from mkd.config.run_state import RunState
 from mkd.errors import MkdCheckpointError
-from mkd.utils.folder_formats import CONFIG, TRACKER
+from mkd.utils.model_folders.formats import CONFIG, TRACKER
 
 
 def refusal(action: Callable[[], object]) -> str:

@@ -1,5 +1,5 @@
-"""The rest of an error about a folder or file of another format: a Megatron checkpoint in place of a Hugging Face
-folder, or the reverse, and a pointer of Git LFS in place of a file."""
+"""The rest of an error about a folder of the other format: a Megatron checkpoint in place of a Hugging Face folder, or
+the reverse."""
 
 from pathlib import Path
 
@@ -7,9 +7,6 @@ TRACKER = "latest_checkpointed_iteration.txt"
 """File of a Megatron checkpoint folder that names the current iteration."""
 CONFIG = "config.json"
 """File of a Hugging Face folder with the architecture."""
-LFS_POINTER = b"version https://git-lfs"
-"""First bytes of the small text file that git leaves in place of a large one which was not fetched."""
-LFS_HINT = "a pointer of Git LFS, not the file itself: run git lfs pull in its folder, or download it"
 _MEGATRON_FLAGS = {"--kd-teacher-hf": "--kd-teacher-load", "--kd-student-hf": "--pretrained-checkpoint"}
 _HF_FLAGS = {megatron: hf for hf, megatron in _MEGATRON_FLAGS.items()}
 

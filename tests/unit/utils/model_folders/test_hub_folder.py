@@ -9,8 +9,8 @@ from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.source import ModelSource
 from mkd.checkpoint.tokenizer_hash import tokenizer_hash
 from mkd.errors import MkdCheckpointError, MkdConfigError, MkdDataError
-from mkd.utils.hub_folder import download_hint, model_folder
-from mkd.utils.pretrained import load_tokenizer
+from mkd.utils.model_folders.hub_folder import download_hint, model_folder
+from mkd.utils.model_folders.pretrained import load_tokenizer
 from tests.support.hf_folders import add_tokenizer, make_llama
 
 FLAG = "--kd-teacher-hf"
