@@ -10,8 +10,8 @@ takes 7 lines):
    (`family.py`). An argument that a part reads must not be in it.
 4. `absent`: values that transformers uses for keys missing in config.json, where the parts would use another one.
 5. Add the family to `dense.py`, `mixtures.py` or a file of its own and to `FAMILIES`, a small model to `NEAR_MODELS`
-   (tests/support/hf_models.py) and a configuration to `BASES` (tests/unit/checkpoint/test_config_sweep.py): the tests
-   compare spellings, logits, losses and gradients with transformers, and the round trip bit for bit.
+   (tests/support/hf_models.py) and a configuration to `BASES` (tests/unit/checkpoint/hf/test_config_sweep.py): the
+   tests compare spellings, logits, losses and gradients with transformers, and the round trip bit for bit.
 
 Keys that Megatron cannot compute are refused by `required(...)` and by the parts, with the name of the key.
 """

@@ -28,7 +28,7 @@ from tests.support.config_spellings import (
 )
 from tests.support.config_spellings import BASES as TEXT_BASES
 from tests.support.vision_language import WHOLE
-from tests.unit.checkpoint.test_config_sweep import assert_equal_facts, facts_of_model, mkd_facts, quick_transformers
+from tests.unit.checkpoint.hf.test_config_sweep import assert_equal_facts, facts_of_model, mkd_facts, quick_transformers
 
 __all__ = ["quick_transformers"]
 

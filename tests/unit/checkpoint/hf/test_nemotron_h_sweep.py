@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mkd.checkpoint.hf.families import family_of
 from mkd.checkpoint.hf.families.nemotron_h import NEMOTRON_H
 from tests.support.config_spellings import ABSENT, COMMON, EXPERT_SPELLINGS, SPELLINGS, TOKENS
-from tests.unit.checkpoint.test_config_sweep import assert_equal_facts, quick_transformers, window_of
+from tests.unit.checkpoint.hf.test_config_sweep import assert_equal_facts, quick_transformers, window_of
 
 __all__ = ["quick_transformers"]
 

@@ -568,7 +568,7 @@ def test_config_round_trip_of_near_models(name):
     assert family.megatron_args(written) == args
 
 
-# test_hf_yarn_families.py covers DeepSeek-V3.
+# test_yarn_families.py covers DeepSeek-V3.
 @pytest.mark.parametrize(
     "family",
     [f for f in FAMILIES if f != DEEPSEEK_V3 and f.model_type not in NEAR_FAMILIES],
