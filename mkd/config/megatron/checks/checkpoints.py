@@ -121,15 +121,21 @@ def check_save(args: Namespace) -> None:
     """Refuse to replace the checkpoints of another run, those in a --save folder that --load does not name, and with
     --finetune those of the own run."""
     if args.finetune and saves_where_it_loads(args):
+        remedy = "leave it out"
+        if has_checkpoint(args.load):
+            remedy += (
+                f" to resume the run. For a new run with its weights give --pretrained-checkpoint {args.load}, and "
+                "another folder in --load and --save"
+            )
         raise MkdConfigError(
             f"--finetune with --load and --save {args.save}: each start would begin at iteration 0 and replace the "
-            "checkpoints that it reads; leave --finetune out to resume their run. For a new run with their weights "
-            f"give --pretrained-checkpoint {args.load}, and another folder in --load and --save"
+            f"checkpoints of the last one; {remedy}"
         )
     if not has_checkpoint(args.save) or saves_where_it_loads(args):
         return
     start = "at iteration 0" if args.load is None else f"from --load {args.load}"
+    how = f"--load {args.save}, without --finetune," if args.finetune else f"--load {args.save}"
     raise MkdCheckpointError(
-        f"--save {args.save} has checkpoints already, and this job would begin {start} and replace them: give --load "
-        f"{args.save} to resume their run, or another --save"
+        f"--save {args.save} has checkpoints already, and this job would begin {start} and replace them: give {how} "
+        "to resume their run, or another --save"
     )

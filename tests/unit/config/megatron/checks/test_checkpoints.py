@@ -46,10 +46,16 @@ def test_a_student_without_weights_is_initialized() -> None:
 def test_a_restart_does_not_begin_its_own_run_anew(tmp_path: Path) -> None:
     """With --finetune every start is at iteration 0."""
     save, other = str(tmp_path / "save"), str(tmp_path / "other")
+    Path(save).mkdir()
     check_save(arguments(save=save, load=other, finetune=True))
+    with pytest.raises(MkdConfigError, match=r"each start would begin at iteration 0.*; leave it out$"):
+        check_save(arguments(save=save, load=save, finetune=True))
+    (tmp_path / "save/latest_checkpointed_iteration.txt").write_text("3")
     with pytest.raises(MkdConfigError, match="each start would begin at iteration 0") as caught:
         check_save(arguments(save=save, load=save, finetune=True))
     assert f"--pretrained-checkpoint {save}, and another folder" in str(caught.value)
+    with pytest.raises(MkdCheckpointError, match=f"give --load {save}, without --finetune, to resume their run"):
+        check_save(arguments(save=save, load=other, finetune=True))
 
 
 def test_checkpoints_that_nobody_saves_or_reads() -> None:
