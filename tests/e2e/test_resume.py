@@ -275,6 +275,15 @@ def test_changes_of_a_run_that_continues_without_the_teacher(job: SmallJob, undi
     assert "--clip-grad 1.0 -> 0.5" in result.output and "--kd-ratio None -> 0.0" in result.output
 
 
+def test_another_rate_of_the_lm_head_is_listed(job: SmallJob, tmp_path: Path) -> None:
+    """Megatron reads the optimizer's state and continues with this command's rate."""
+    flags = {**EIGHT, **SHARDED, "--save": tmp_path, "--load": tmp_path, "--decoupled-lr": 1e-3}
+    first = run(job.flags({**flags, "--exit-interval": 2}))
+    assert first.status == 0, first.errors[-3000:]
+    second = run(job.flags({**flags, "--decoupled-lr": 2e-3, "--kd-dry-run": True}))
+    assert second.status == 0 and "--decoupled-lr 0.001 -> 0.002" in second.output
+
+
 def test_schedules_continue_without_the_state_of_the_optimizer(job: SmallJob, undisturbed, tmp_path: Path) -> None:
     """Rate and ratio of each step are those of the whole run."""
     flags = {**EIGHT, "--load": undisturbed[0], "--ckpt-step": 4, "--save": tmp_path / "save", "--no-load-optim": True}

@@ -20,6 +20,7 @@ from mkd.job.resume.optimizer import (
 )
 
 _TRAINING = (
+    *("decoupled_lr", "decoupled_min_lr", "apply_wd_to_qk_layernorm", "moe_router_bias_update_rate"),
     *("clip_grad", "attention_dropout", "hidden_dropout", "eod_mask_loss", "reset_position_ids"),
     *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type", "moe_input_jitter_eps"),
 )

@@ -70,6 +70,8 @@ def check_same_optimizer(args: Namespace, folder: MegatronFolder, origin: str) -
     fixed = args.use_distributed_optimizer and folder.optimizer_format == FIXED_LAYOUT
     if fixed or (not args.use_distributed_optimizer and in_half[0] != in_half[1]):
         names += ["bf16", "fp16"]  # names of the buffers, or fp32 parameters beside those of the model
+    if not args.use_distributed_optimizer and (args.decoupled_lr is None) != (stored.get("decoupled_lr") is None):
+        names += ["decoupled_lr"]  # with it the optimizer has one more group of parameters
     others = _different(names, args, stored)
     if others:
         texts = [f"--{name.replace('_', '-')} {stored[name]} (here {getattr(args, name)})" for name in others]

@@ -220,7 +220,7 @@ def test_optimizers_that_can_be_read() -> None:
 
 
 ADAM = dict(optimizer="adam", adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, sgd_momentum=0.9, no_load_optim=None)
-ADAM |= dict(use_distributed_optimizer=False, bf16=False, fp16=False)
+ADAM |= dict(use_distributed_optimizer=False, bf16=False, fp16=False, decoupled_lr=None)
 DISTRIBUTED = {"use_distributed_optimizer": True}
 
 
@@ -241,6 +241,8 @@ def same_optimizer(stored: dict, changes: dict, format: str | None = None) -> st
         ({}, DISTRIBUTED, None, "--use-distributed-optimizer False (here True)"),
         (DISTRIBUTED, {}, "fully_reshardable", "--use-distributed-optimizer True (here False)"),
         ({}, {"bf16": True}, None, "--bf16 False (here True)"),
+        ({}, {"decoupled_lr": 1e-3}, None, "--decoupled-lr None (here 0.001)"),
+        ({"decoupled_lr": 1e-3}, {}, None, "--decoupled-lr 0.001 (here None)"),
         ({"fp16": True}, {}, None, "--fp16 True (here False)"),
         (DISTRIBUTED, {**DISTRIBUTED, "bf16": True}, "dp_reshardable", "--bf16 False (here True)"),
     ],
@@ -261,5 +263,6 @@ def test_a_state_that_was_not_saved() -> None:
 def test_states_that_are_read_in_another_precision() -> None:
     assert same_optimizer({}, {}) is None
     assert same_optimizer({"bf16": True}, {"fp16": True}) is None
+    assert same_optimizer({**DISTRIBUTED, "decoupled_lr": 1e-3}, DISTRIBUTED) is None
     assert same_optimizer(DISTRIBUTED, {**DISTRIBUTED, "bf16": True}, "fully_reshardable") is None
     assert same_optimizer({"optimizer": "sgd", "adam_beta1": 0.5}, {"optimizer": "sgd"}) is None
