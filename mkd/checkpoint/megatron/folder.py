@@ -65,17 +65,22 @@ def tracked_folder(text: str) -> str | None:
 class MegatronFolder:
     """A folder that `--save` wrote, or one of its iteration folders. Construction reads no weight.
 
+    Args:
+        path: the folder.
+        flag: names it in errors.
+        step: --ckpt-step; with it this iteration is read, and not the one that the tracker names.
+
     Raises:
         MkdCheckpointError: naming `flag`, when the folder, its tracker file or the iteration that the tracker names is
             missing or damaged.
     """
 
-    def __init__(self, path: str | os.PathLike, flag: str) -> None:
+    def __init__(self, path: str | os.PathLike, flag: str, step: int | None = None) -> None:
         self.path = Path(path)
         self.flag = flag
         if not self.path.is_dir():
             raise self.error(f"the folder does not exist{near_path_hint(self.path, Path.is_dir)}")
-        self.iteration_dir: Path = self._resolve()
+        self.iteration_dir: Path = self._resolve(step)
         self._check_iteration_dir()
 
     def error(self, text: str) -> MkdCheckpointError:
@@ -198,7 +203,7 @@ class MegatronFolder:
             keys = ", ".join(state)
             raise self.error(f"{keys} cannot be read from {self.iteration_dir.name} ({_reason(error)})") from error
 
-    def _resolve(self) -> Path:
+    def _resolve(self, step: int | None) -> Path:
         if (self.path / "metadata.json").is_file():
             return self.path
         tracker = self.path / TRACKER
@@ -211,9 +216,12 @@ class MegatronFolder:
             raise self.error(f"{TRACKER}: {error}") from None
         if (name := tracked_folder(text)) is None:
             raise self.error(f"{TRACKER} holds {text[:40]!r} instead of an iteration number")
-        target = self.path / name
+        if step and name == "release":
+            raise self.error(f"{TRACKER} names release, the only checkpoint there: leave --ckpt-step {step} out")
+        target = self.path / (iteration_name(step) if step else name)
         if not target.is_dir():
-            raise self.error(f"{TRACKER} names {text}, but there is no {target.name}")
+            source = "--ckpt-step" if step else TRACKER
+            raise self.error(f"{source} names {step or text}, but there is no {target.name}")
         return target
 
     def _check_iteration_dir(self) -> None:

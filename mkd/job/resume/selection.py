@@ -40,7 +40,8 @@ def adopt_from_checkpoint(args: Namespace, state: RunState) -> None:
     path = state.resume_from or args.pretrained_checkpoint
     if path is None:
         return
-    stored = vars(MegatronFolder(path, "--use-checkpoint-args").args)
+    step = None if state.resumes else args.ckpt_step
+    stored = vars(MegatronFolder(path, "--use-checkpoint-args", step).args)
     values = {name: stored[name] for name in names_with(ArgRole.ADOPTED) if name in stored}
     adopt_architecture(args, values, f"the checkpoint in {path}")
 
@@ -53,7 +54,7 @@ def check_pretrained(args: Namespace, state: RunState) -> None:
     """
     if args.pretrained_checkpoint is None or state.resumes or args.ckpt_format != "torch_dist":
         return
-    folder = MegatronFolder(args.pretrained_checkpoint, "--pretrained-checkpoint")
+    folder = MegatronFolder(args.pretrained_checkpoint, "--pretrained-checkpoint", args.ckpt_step)
     folder.check_whole()
     folder.check_shards()
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from argparse import Namespace
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ import torch.distributed.checkpoint as dcp
 
 from mkd.checkpoint.hf.folder import HFFolder, store_assets
 from mkd.checkpoint.megatron.folder import TRACKER, MegatronFolder
+from mkd.config.run_state import RunState
 from mkd.errors import MkdCheckpointError
+from mkd.job.resume.selection import check_pretrained
 from tests.support.hf_folders import add_tokenizer, make_llama
 
 FLAG = "--kd-teacher-load"
@@ -43,6 +46,23 @@ def test_release(folder):
     (folder / "iter_0000030").rename(folder / "release")
     (folder / TRACKER).write_text("release")
     assert MegatronFolder(folder, FLAG).iteration_dir == folder / "release"
+
+
+def test_a_requested_step(folder):
+    assert MegatronFolder(folder, FLAG, 2).iteration_dir == folder / "iter_0000002"
+    with pytest.raises(MkdCheckpointError, match="--ckpt-step names 3, but there is no iter_0000003"):
+        MegatronFolder(folder, FLAG, 3)
+    (folder / TRACKER).write_text("release")
+    with pytest.raises(MkdCheckpointError, match="leave --ckpt-step 2 out"):
+        MegatronFolder(folder, FLAG, 2)
+
+
+def test_initial_weights_are_checked_where_they_are_read(folder):
+    """The placeholder files are damaged in both iterations; the error names the one that Megatron reads."""
+    for step, name in ((2, "iter_0000002"), (None, "iter_0000030")):
+        args = Namespace(pretrained_checkpoint=str(folder), ckpt_step=step, ckpt_format="torch_dist")
+        with pytest.raises(MkdCheckpointError, match=name):
+            check_pretrained(args, RunState())
 
 
 def test_one_iteration(folder):
