@@ -230,7 +230,7 @@ SETTINGS = [
     ({**FROM_NOTHING, "--qk-l2-norm": True}, ["--qk-l2-norm", "--transformer-impl transformer_engine"]),
     ({"--save": "{root}/never"}, ["--save ", "--save-interval"]),
     ({"--global-batch-size": 3}, ["--global-batch-size 3", "--micro-batch-size 2"]),
-    ({"--fp16": True, "--bf16": True}, ["args.bf16"]),
+    ({"--fp16": True, "--bf16": True}, ["--bf16 and --fp16", "give one of them"]),
     ({"--fp8-format": "hybrid"}, ["--fp8-format is hybrid"]),
     ({"--split": "1,2,3,4"}, ["--split 1,2,3,4"]),
     ({"--kd-metrics-file": "{root}/pipe"}, ["--kd-metrics-file", "/pipe is a named pipe", "path of a file"]),
