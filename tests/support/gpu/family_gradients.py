@@ -63,8 +63,6 @@ LAUNCH = (
 """A process on CPU redirects torch.cuda before it imports megatron."""
 CPU = {"MKD_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 """Without a visible GPU, transformers computes with PyTorch's operations only."""
-SHORT = 16
-"""Numbers of a parameter whose error in bf16 is a matter of chance; in fp32 it has the bound of all."""
 PATIENCE = 900.0
 """Seconds that a process on a GPU waits for a reference; the test ends it when no process writes one any more."""
 
@@ -77,8 +75,6 @@ class Errors:
     total: float
     parameters: dict[str, float]
     """By Megatron's names."""
-    short: list[str]
-    """Names of the parameters of at most `SHORT` numbers."""
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -90,9 +86,7 @@ class Errors:
         """Errors above a multiple of another computation's error; empty if there are none.
 
         A parameter's error is compared with the largest one of its kind in all layers and experts, or with the total
-        error: a vector of four numbers may be right by chance. It may be wrong by chance, too: on CPU alone, errors of
-        the four sinks of gpt-oss for ten batches of tokens are between 0.015 and 0.149. Vectors of at most `SHORT`
-        numbers have twice the bound.
+        error: a vector of four numbers may be right by chance.
 
         Args:
             yardstick: errors of an equally exact computation.
@@ -103,7 +97,6 @@ class Errors:
         for name, error in yardstick.parameters.items():
             kinds[kind_of(name)] = max(kinds.get(kind_of(name), yardstick.total), error)
         bounds = {name: of_parameter * kinds.get(kind_of(name), yardstick.total) for name in self.parameters}
-        bounds |= {name: 2 * bounds[name] for name in self.short}
         found = {"logits": self.logits, "total": self.total, **self.parameters}
         bounds |= {"logits": factor * yardstick.logits, "total": factor * yardstick.total}
         return {name: error for name, error in found.items() if not error <= bounds[name]}
@@ -219,8 +212,7 @@ def measure(
     wanted = load_file(root / "logits.safetensors")["logits"]
     expected = HFParameters(HFFolder(root / "gradients", "--hf"), family, architecture)
     parameters, total = _parameter_errors(model, expected)
-    short = [name for name, param in model.named_parameters() if param.numel() <= SHORT]
-    return Errors(_norm(logits.detach().cpu() - wanted) / _norm(wanted), total, parameters, short)
+    return Errors(_norm(logits.detach().cpu() - wanted) / _norm(wanted), total, parameters)
 
 
 def _configuration(architecture: dict[str, Any], dtype: torch.dtype, grouped: bool) -> GPTModelConfig:
@@ -349,4 +341,4 @@ def errors_in(content: dict[str, Any]) -> Errors:
         AssertionError: the computation failed.
     """
     assert "failure" not in content, content["failure"]
-    return Errors(content["logits"], content["total"], content["parameters"], content["short"])
+    return Errors(content["logits"], content["total"], content["parameters"])
